@@ -1,4 +1,4 @@
-"""CUDA kernels: from a Python function to machine code that is kept on disk, and from there to the driver's launch.
+"""CUDA kernels: Python functions are compiled to machine code, cached on disk, and launched by the driver.
 
 numba-cuda writes PTX, nvJitLink assembles it for a compute capability, and cuLaunchKernel of cuda.bindings runs it.
 numba-cuda's own launch makes an object for each array and matches the types of all arguments in every call.
@@ -53,7 +53,7 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError:
-        # Raises the error with the remedy, if numba-cuda is missing too.
+        # This raises the error that names the remedy, if numba-cuda is missing too.
         cuda_module()
         raise
     _require(driver.cuInit(0))
@@ -75,7 +75,10 @@ def compute_capability(device: int) -> tuple[int, int]:
 
 
 def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
-    """Assemble PTX to a cubin with nvJitLink, and raise its error if it refuses the PTX."""
+    """Assemble PTX to a cubin with nvJitLink; return the PTX itself if the card is newer than nvJitLink.
+
+    Raises nvJitLink's error if it refuses the PTX; RuntimeError if the PTX is of a newer release of CUDA.
+    """
     from cuda.bindings import nvjitlink
 
     options = [f"-arch=sm_{capability[0]}{capability[1]}", "-O3"]
@@ -85,7 +88,7 @@ def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
     except nvjitlink.nvJitLinkError as error:
         if error.status not in (nvjitlink.Result.ERROR_UNRECOGNIZED_ARCH, nvjitlink.Result.ERROR_UNSUPPORTED_ARCH):
             raise
-        # The card is newer than nvJitLink: its driver assembles PTX, too.
+        # The card is newer than nvJitLink: the card's driver assembles the PTX instead.
         return text
     try:
         nvjitlink.add_data(link, nvjitlink.InputType.PTX, text, len(text), "kernel")
@@ -133,13 +136,13 @@ class _Packed:
 
 
 class CudaKernel:
-    """A CUDA kernel, compiled for a compute capability once, kept on disk, and loaded for a device once.
+    """A CUDA kernel, compiled once for a compute capability, cached on disk, and loaded once for a device.
 
     make_body: function that returns the Python function; called only if something has to be compiled.
     signature: the types of its arguments, each of eight bytes. A launch takes a number for each number and pointer, one
         for each element of a tuple, and `array_words` for each array.
-    key: distinguishes it from all other kernels of the same sources.
-    threads: the most threads of a block. The assembler gets this bound, so that a card's registers suffice for them.
+    key: distinguishes the kernel from all other kernels of the same sources.
+    threads: the maximal number of threads in a block. The assembler gets this bound, so that registers suffice.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class CudaKernel:
         text = ptx_code(self._make_body(), self._signature, capability, self.threads)
         found = re.search(r"\.entry\s+([\w$]+)", text)
         assert found is not None
-        # A fixed name, so that loading needs no search for the mangled one.
+        # The entry gets a fixed name, so that loading needs no search for the mangled name.
         return text.replace(found.group(1), "kernel")
 
     def cubin(self, capability: tuple[int, int]) -> bytes:
@@ -177,7 +180,7 @@ class CudaKernel:
                     "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
                 )
             code = self.cubin(compute_capability(device))
-            # This is around both calls: CUDA loads lazily, and may allocate only when the function is asked for.
+            # Both calls are in the block: CUDA loads lazily, and may allocate only when the function is requested.
             with _not_part_of_a_capture():
                 module = _require(driver.cuModuleLoadData(code))
                 function = _require(driver.cuModuleGetFunction(module, b"kernel"))
@@ -187,7 +190,7 @@ class CudaKernel:
             _require(driver.cuCtxPopCurrent())
 
     def bind(self, device: int, launch: Callable[..., tuple[Any, ...]], function: Any) -> None:
-        """Set how the kernel is launched on a device: the driver's cuLaunchKernel, and the function that it gets."""
+        """Set the launcher for a device, which is the driver's cuLaunchKernel, and the function that it launches."""
         self._loaded[device] = launch, function
 
     @cached_property
@@ -201,9 +204,9 @@ class CudaKernel:
             yield tuple(islice(rest, kind.count)) if isinstance(kind, types.UniTuple) else next(rest)
 
     def __call__(self, device: int, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-        """Launch the kernel on the stream with this handle. `device` is torch's current one.
+        """Launch the kernel on the stream with this handle. `device` has to be torch's current device.
 
-        arguments: numbers, see the class. In the simulator, its arrays take the place of pointers and arrays.
+        arguments: numbers, as the class describes. In the simulator, its arrays replace pointers and arrays.
         """
         if IS_SIMULATED:
             self._simulated[blocks, self.threads](*self._grouped(arguments))

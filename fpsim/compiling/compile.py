@@ -28,7 +28,7 @@ from fpsim.compiling.deferred import (
 )
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
-# C functions of Python that the entry calls: the type returned, then the types taken.
+# C functions of Python that the entry calls, each with its return type and then its argument types.
 FUNCTIONS = {
     "PyLong_AsLongLong": "integer object",
     "PyFloat_AsDouble": "float object",
@@ -74,7 +74,7 @@ def machine_code(text: str) -> bytes:
     with global_compiler_lock:
         codegen = cpu_target.target_context.codegen()
         library = codegen.create_library("loop")
-        # The parts of `finalize`, one by one: `finalize` itself would also load the code into Numba's own engine.
+        # These are parts of `finalize`, which itself would also load the code into Numba's own engine.
         library._final_module = binding.parse_assembly(text)
         library._optimize_final_module()
         library._final_module.verify()
@@ -83,11 +83,11 @@ def machine_code(text: str) -> bytes:
 
 @contextmanager
 def _shared_scopes(ir: Any) -> Iterator[None]:
-    """Make Numba share a function's scope among the blocks that it copies for inlining, instead of copying it for each.
+    """Make Numba share a function's scope among the blocks that it copies for inlining, without copying the scope.
 
-    ir: Numba's module of this name; CUDA has another one. The caller holds Numba's lock.
+    ir: the module `ir` of Numba, or of numba-cuda. The caller holds Numba's lock.
     """
-    # These copies take a third of the compile time.
+    # Copies of scopes take a third of the compile time.
     ir.Scope.__deepcopy__ = lambda self, memo: self
     try:
         yield
@@ -96,7 +96,7 @@ def _shared_scopes(ir: Any) -> Iterator[None]:
 
 
 def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
-    """Build the entry of a compiled function: convert objects to numbers, call without the GIL, convert the result."""
+    """Build a compiled function's entry, which converts objects to numbers, calls without the GIL and converts back."""
     from llvmlite import ir
     from numba import types
 
@@ -119,7 +119,7 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
     null = ir.Constant(object_, None)
 
     def fail(what: str) -> None:
-        """Raise the error that is the entry's `self`."""
+        """Emit code that raises the entry's `self`, a class of errors, with this message."""
         text = bytearray(what.encode() + b"\0")
         message = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), len(text)), module.get_unique_name("message"))
         message.linkage, message.global_constant = "internal", True
@@ -276,7 +276,7 @@ _R = TypeVar("_R")
 def cuda_module() -> Any:
     """Import numba-cuda. Raises RuntimeError with the remedy if it is missing."""
     try:
-        # This is imported first: it replaces Numba's own target, which is deprecated.
+        # numba_cuda is imported first, because it replaces Numba's own target, which is deprecated.
         import numba_cuda
         from numba import cuda
     except ImportError:
@@ -297,9 +297,9 @@ def cuda_module() -> Any:
 
 
 def uses_cuda(make_kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function that makes the body of a CUDA kernel: `cuda` in its file becomes numba-cuda's module.
+    """Decorate a function that makes the body of a CUDA kernel: its global `cuda` becomes numba-cuda's module.
 
-    `cuda` is a global, not a variable that the body encloses: CUDA's simulator swaps the module only in globals.
+    `cuda` is a global, not a variable that the body encloses, because CUDA's simulator swaps only globals.
     """
 
     @wraps(make_kernel)

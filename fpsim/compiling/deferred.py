@@ -1,11 +1,11 @@
 """Numba's decorators without an import of Numba, which takes a second and is not needed for cached machine code.
 
-They return placeholders. Numba's own object is made when a function that uses it is compiled.
+The decorators return placeholders. Numba's own object is made when a function that uses the placeholder is compiled.
 
-Functions that a loop calls are compiled once for their types of arguments, and inlined by LLVM. Where Numba inlines a
-function (`inline="always"`), it reads the function again for every call, and types and lowers each copy: a hash that is
-called 24 times takes seconds. LLVM inlines it in milliseconds. Numba's own `njit` would make each such function
-callable from Python and optimise it by itself, which takes longer still.
+Functions that a loop calls are compiled once for their types of arguments, and inlined by LLVM. If Numba inlines a
+function (`inline="always"`), Numba reads the function again for every call, and types and lowers each copy: a hash that
+is called 24 times takes seconds. LLVM inlines it in milliseconds. Numba's own `njit` would make each such function
+callable from Python and optimise it separately, which takes longer still.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Deferred:
         """Numba's own object."""
         return self._make()
 
-    # Numba looks under this name for the type of a global.
+    # Numba reads the type of a global from this attribute.
     @property
     def _numba_type_(self) -> Any:
         from numba.core.registry import cpu_target
@@ -60,7 +60,7 @@ class Function(Deferred):
     @property
     def targetoptions(self) -> dict[str, Any]:
         """Options that Numba reads to decide whether it inlines the function."""
-        # Asked in each compilation: LLVM inlines in milliseconds where Numba takes seconds, but only in CPU loops.
+        # Each compilation decides: LLVM inlines in milliseconds where Numba takes seconds, but only in CPU loops.
         return {"inline": "always"} if self._options.get("forceinline") and not compiles_a_loop() else self._options
 
     def _compile(self) -> Any:
@@ -165,7 +165,7 @@ def linked_libraries(library: Any) -> Iterable[Any]:
 class Callee:
     """The part of a dispatcher that Numba needs to type and lower a call; Python cannot call it."""
 
-    # Numba asks this to detect recursion, which no loop has.
+    # Numba reads this attribute to detect recursion, which no loop has.
     is_compiling = False
 
     def __init__(self, function: Callable[..., Any], options: _Options) -> None:
@@ -179,7 +179,7 @@ class Callee:
 
         if kws:
             raise TypeError(f"{self.py_func.__name__} is called with keywords. Pass its arguments by position.")
-        # The values of literals are left out: each constant that is passed would cause a compilation of its own.
+        # Types of literals lose their values: else each constant that is passed would cause a separate compilation.
         kinds = tuple(map(types.unliteral, args))  # type: ignore[attr-defined]
         if kinds not in self._compiled:
             self._compiled[kinds] = self._compile(kinds)
@@ -188,9 +188,9 @@ class Callee:
         return template, self.pysig, kinds, {}
 
     def _compile(self, kinds: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Compile, and return a key by which Numba finds the code, and the signature."""
+        """Compile for these types, and return a key by which Numba finds the code, and the signature."""
         done = compiled_library(self.py_func, kinds, self.targetoptions)
-        # It is marked as final without being optimised: LLVM optimises the loop together with all that it calls.
+        # The library is marked as final but not optimised: LLVM optimises the loop together with all that it calls.
         done.library._finalized = True
         key = object()
         done.target_context.insert_user_function(key, done.fndesc, [done.library])

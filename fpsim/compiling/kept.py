@@ -1,6 +1,6 @@
 """Cache of machine code on disk: its folder, file names and locks, and the checks of ownership and integrity.
 
-A process that compiles for longer than a second says so once on stderr, so that a first call does not look hung.
+A process that compiles for longer than a second writes one line on stderr, so that a first call does not look hung.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 MAX_BYTES = 1 << 26  # of a file; the largest kernels take a few hundred thousand
-# Seconds for which a process waits for another that compiles the same loop: the largest takes 6 alone.
+# Seconds that a process waits for another one that compiles the same loop; the largest loop alone takes 6 seconds.
 LONGEST_WAIT, BETWEEN_TRIES = 60.0, 0.02
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Both are absent on Windows. O_NONBLOCK: opening a pipe must not wait for its writer.
@@ -51,8 +51,8 @@ def _digest(file: Path, payload: bytes) -> bytes:
 
 
 def write_whole(file: Path, payload: bytes) -> None:
-    """Write a file that `read_whole` knows to be whole; other processes see all of it or nothing. Raises OSError."""
-    # A file beside it is written and renamed: a reader never sees a part, even if this process is killed.
+    """Write a file whose integrity `read_whole` checks; other processes see all of it or nothing. Raises OSError."""
+    # A temporary file is written and renamed: a reader never sees a part, even if this process is killed.
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:16]}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
@@ -158,7 +158,7 @@ def keep(name: str, code: bytes) -> None:
 
 @contextmanager
 def one_process_for(name: str) -> Iterator[None]:
-    """Keep other processes from making the same code meanwhile; announce it if making or waiting for it takes long.
+    """Keep other processes from making the same code inside of the block; announce a long compilation or wait.
 
     Without locks, or if another process takes longer than LONGEST_WAIT, several processes make the same code. This
     costs only time, because each file is replaced as a whole.
@@ -182,7 +182,7 @@ def _locked(name: str) -> Iterator[None]:
         yield
     finally:
         if descriptor >= 0:
-            # A process that waits for this file finds the code; a later one creates a new lock file.
+            # A process that waits for this lock will find the code; a later process creates a new lock file.
             with suppress(OSError):
                 lock.unlink(missing_ok=True)
             with suppress(OSError):
@@ -192,7 +192,7 @@ def _locked(name: str) -> Iterator[None]:
 
 def _try_to_lock(descriptor: int) -> None:
     end = time.monotonic() + LONGEST_WAIT
-    # Polled: a blocking flock has no timeout, and a process that hangs must not hang all others.
+    # The lock is polled: a blocking flock has no timeout, and a process that hangs must not hang all others.
     while time.monotonic() < end:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,7 +206,7 @@ def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
     code = read_kept(name)
     if code is None:
         with one_process_for(name):
-            # Another process may have made it while this one waited for the lock.
+            # Another process may have made the code while this one waited for the lock.
             code = read_kept(name)
             if code is None:
                 code = make()
@@ -226,7 +226,7 @@ _is_said = False
 def announced(name: str) -> Iterator[None]:
     """Announce that this process compiles a loop, or waits for another process that does.
 
-    Once a process has spent a second in such blocks, it writes a line on stderr, one for all its loops. Workers write
+    Once a process has spent a second in such blocks, it writes one line on stderr for all its loops. Workers write
     none.
     """
     global _waited
@@ -277,8 +277,8 @@ _warned: set[str] = set()
 
 
 def _warn_once(text: str) -> None:
-    """Warn once for all loops of a process, not for each."""
-    # Texts are told apart by their beginnings: the rest names a file or an error, which differ from loop to loop.
+    """Warn once for all loops of a process, not once for each loop."""
+    # Texts are distinguished by their beginnings: the rest names a file or an error, which differs from loop to loop.
     kind = text[:20]
     if kind not in _warned:
         _warned.add(kind)

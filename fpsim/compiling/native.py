@@ -1,7 +1,7 @@
-"""CPU loops as machine code: cached on disk, loaded by LLVM, called from Python. Numba is imported only to compile one.
+"""CPU loops as machine code: cached on disk, loaded by LLVM, called from Python. Only compiling a loop imports Numba.
 
-A loop's code has an entry that Python calls as it calls its own functions written in C: no tuple of arguments, no
-matching of types. A call through Numba's dispatcher takes four times as long.
+A loop's code has an entry that Python calls like one of its own functions written in C, without a tuple of arguments or
+a matching of types. A call through Numba's dispatcher takes four times as long.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _MethodDefinition(ctypes.Structure):
 
 _METH_FASTCALL = 0x80
 _numbers, _lock = count(), Lock()
-# Loops are never unloaded: a thread may be in one when the interpreter ends.
+# Loops are never unloaded: a thread may be running a loop when the interpreter ends.
 _loaded: list[Any] = []
 
 
@@ -80,8 +80,8 @@ def loaded(code: bytes) -> Callable[..., Any]:
         library.import_symbol(name, address)
     with _lock:
         tracker = library.link(_jit(), f"fpsim-{next(_numbers)}")
-    # A builtin: METH_FASTCALL passes the arguments as a C array. Its `self` is the class of the error that the entry
-    # raises.
+    # The function is a builtin: METH_FASTCALL passes the arguments as a C array, and `self` is the class of the error
+    # that the entry raises.
     definition = _MethodDefinition(b"loop", tracker[ENTRY], _METH_FASTCALL, None)
     _loaded.append((tracker, definition))
     kinds = ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p
@@ -93,8 +93,8 @@ class Loop:
     """A CPU loop that Python calls. It takes integers and, where annotated, floats; it returns a number, 0 for None.
 
     function: the source, which Numba compiles if the machine code is not on disk.
-    key: distinguishes it from other closures of the same source.
-    name: the name of its code, on disk and in a wheel.
+    key: distinguishes the loop from other closures of the same source.
+    name: the name of the loop's code, on disk and in a wheel.
     was_compiled: whether this process had to compile it; None before its first call.
     """
 
@@ -142,9 +142,9 @@ class Loop:
 
 
 def compiled_loop(*key: int, fastmath: Any = False, error_model: str = "python") -> Callable[..., Loop]:
-    """Make a Loop of a function. It runs without the GIL, and its machine code is cached on disk if that is possible.
+    """Return a decorator that makes a Loop, which runs without the GIL, and is cached on disk if that is possible.
 
-    key: distinguishes it from other closures of the same source.
+    key: distinguishes the loop from other closures of the same source.
     error_model: "numpy" divides by zero as IEEE 754 says; "python" branches, to raise an error.
     """
     return lambda function: Loop(function, key, fastmath=fastmath, error_model=error_model)
@@ -160,13 +160,13 @@ def write_shipped(file: Path, texts: Mapping[str, str]) -> None:
     """Write the IR of loops by name. Equal loops make equal bytes."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, text in [(_ABOUT, json.dumps(_about(), indent=1)), *sorted(texts.items())]:
-            # ZipInfo without a date has one of 1980: with the time of writing, equal loops would make other bytes.
+            # ZipInfo without a date has one of 1980. With the time of writing, equal loops would make different bytes.
             entry = zipfile.ZipInfo(name if name == _ABOUT else name + _SUFFIX)
             archive.writestr(entry, text, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Read an entry. Raises ValueError if it is larger than any loop: two megabytes may unpack to two gigabytes."""
+    """Read an entry. Raises ValueError if it is larger than any loop, as two megabytes may unpack to two gigabytes."""
     if archive.getinfo(name).file_size > MAX_BYTES:
         raise ValueError(f"{name} unpacks to more than {MAX_BYTES} bytes")
     return archive.read(name)  # no more than the size that was checked
@@ -174,9 +174,9 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
 
 @cache
 def _opened(file: Path) -> zipfile.ZipFile | None:
-    """Open the file, if it is as trustworthy as the code that reads it, and made for this version, system and LLVM."""
+    """Open the file; None unless it is as trustworthy as this code, and made for this version, system and LLVM."""
     try:
-        # The file is compared with this one: whoever could write the IR could then change this code, too.
+        # Owner and mode are compared with those of this source file: who can write the IR can then change this code.
         mine, theirs = os.stat(__file__), os.lstat(file)
         if not stat.S_ISREG(theirs.st_mode) or theirs.st_uid != mine.st_uid:
             return None

@@ -1,9 +1,9 @@
-"""Aliases: tensors that share memory with a parameter, a buffer or an input. A write to one is rounded as that is.
+"""Aliases: tensors that share memory with a base: a parameter, buffer or input. Writes are rounded as for the base.
 
-`w[0]`, `w.detach()` and `w.data` lie in the memory of the master weight. Code that reads them wants numbers of the
-format; code that writes to them wants the parameter to change. Each view of a parameter therefore exists twice: as a
-view of its rounded copy, and as a view of its own memory. This file tracks which of the two the code holds, and finds
-the other one.
+`w[0]`, `w.detach()` and `w.data` lie in the memory of the master weight. Code that reads them expects numbers of the
+format; code that writes to them expects the parameter to change. Each view of a parameter therefore exists twice: as a
+view of the parameter's rounded copy, and as a view of the parameter's own memory. This file tracks which of the two
+views the code holds, and finds the other one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-# Shared by all emulations that track nothing, so that entering a mode makes no dictionaries. It stays empty.
+# All emulations that track nothing share this dictionary, so that entering a mode makes none. It stays empty.
 _NOTHING: ByIdentity[Any] = ByIdentity()
 
 
@@ -79,10 +79,10 @@ class Alias:
         self._own: Any = own
 
     def memory(self, x: Tensor) -> Tensor:
-        """Return the tensor itself, or the same view of the base's own memory."""
+        """Return `x`, or if it is a view of the rounded copy, the same view of the base's own memory."""
         if not self.is_of_copy:
             return x
-        # Made when it is first needed: few views are written to.
+        # The view is made when it is first needed, because few views are written to.
         if not isinstance(self._own, Tensor):
             self._own = self._own()
         return self._own  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ class Aliases:
         return self._known.get(x) if self._known.held else None
 
     def may_know(self, x: Tensor) -> bool:
-        """True if the tensor may be tracked. This takes one look-up, for callers that ask in each call."""
+        """True if the tensor may be tracked. This costs one look-up, for callers that check in each torch call."""
         return id(x) in self._known.held
 
     def add(self, x: Tensor, alias: Alias) -> None:
@@ -134,14 +134,14 @@ class Aliases:
 
 
 def note_write(emulation: Any, x: Tensor) -> None:
-    """Note a write to `x`, which may be an alias, and round the rounded copies of the same memory again."""
+    """Record a write to `x`, which may be an alias, and round the memory again into its rounded copies."""
     aliases: Aliases = emulation.aliases
     if aliases.is_empty:
         return
     aliases.note_write(x)
     alias = aliases.of(x)
-    # Other tensors may share the memory of a result, and a write through `.data` raises no version counter of theirs:
-    # all rounded copies are made again.
+    # Other tensors may share the memory of a result, and a write through `.data` does not raise their version counters:
+    # all rounded copies are dropped.
     if alias is not None and is_made_here(alias.base):
         emulation.forget_operands()
     base = x if alias is None else alias.base
@@ -154,9 +154,9 @@ def note_write(emulation: Any, x: Tensor) -> None:
 
 
 def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool, has_history: bool) -> None:
-    """Round the memory again into a copy that is still in use. has_history: whether its graph records the write."""
+    """Round the base's memory `own` again into a copy in use. has_history: whether the graph records the write."""
     known = format_of(copy)
-    # The first of two copies records the write in the graph; the second one is rounded below autograd.
+    # The first `copy_` records the write in the graph; the second one, below autograd, is followed by the rounding.
     if has_history:
         copy.copy_(own)
     with torch.no_grad():
@@ -172,12 +172,12 @@ def view_from_outside(
 ) -> Any:
     """Return a view of a tensor from outside: of its rounded copy if gradients flow, else of its own memory.
 
-    Returns NotImplemented if the call makes a copy, and for any tensor that cannot be viewed in this way.
+    Returns NotImplemented if the call makes a copy, and for tensors whose views need no tracking or cannot be tracked.
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     is_seen = alias is not None or is_plain(x) or is_traced(x)
-    # Without a graph, code may write to a part of a transform's tensor: use the tensor behind it.
+    # Without a graph, code may write to a part of a transform's tensor: the write goes to the tensor behind it.
     is_seen = is_seen or (has_transform() and not torch.is_grad_enabled())
     if not is_roundable(x) or is_marked_wide(x) or not is_seen:
         return NotImplemented
@@ -197,12 +197,12 @@ def view_from_outside(
     memory = x if alias is None else alias.memory(x)
 
     def of_memory() -> Any:
-        # A transform's tensor stays attached, because its tangent is written to along with it.
+        # A transform's tensor is not detached, because a write has to reach its tangent too.
         as_it_is = call.name == "data" or (has_transform() and not is_plain(memory))
         return func(memory if as_it_is else memory.detach(), *args[1:], **kwargs)
 
     # With a graph the code gets a view of the copy, whose gradient reaches the parameter through the rounding. Without
-    # a graph it gets a view of the memory itself: writes go where they belong, and reads find the copy by its alias.
+    # a graph it gets a view of the base's memory: writes reach the base, and reads find the copy through the alias.
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)
         if not all(_shares_memory(view, rounded) for view in tensors_in(out)):
@@ -227,7 +227,7 @@ def view_from_outside(
 
 
 def _shares_memory(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors lie in one memory, which a transform of torch.func does not show."""
+    """True if two tensors share memory; under a transform of torch.func, the tensors behind it are compared."""
     return share_storage(memory_behind(x), memory_behind(y)) if has_transform() else share_storage(x, y)
 
 
@@ -242,7 +242,7 @@ def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
 def _view_as_it_is(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
 ) -> Any:
-    """Return a view of a buffer, or of a tensor from outside without a gradient; it is rounded where it is used."""
+    """Return an unrounded view of a buffer or of a tensor from outside without a gradient; its readers round it."""
     out = call(func, args, kwargs)
     for view in tensors_in(out):
         if not _shares_memory(view, args[0]):
@@ -283,7 +283,7 @@ def write_outside(
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     base, target = (x, x) if alias is None else (alias.base, alias.memory(x))
-    # This call raises torch's own error, which the write to the memory would not raise.
+    # The call runs unchanged, so that torch raises its own error; a write to the memory would raise none.
     if target is not x and torch.is_grad_enabled() and x.requires_grad and is_view_of_function(x):
         return call(func, args, kwargs)
     if not _is_weight(emulation, base):
@@ -296,7 +296,7 @@ def write_outside(
     if spec is not None:
         if emulation.has_wide and call.copies:
             args = emulation.cast_to_format(args)
-        # Round before the call too: an operation in place reads its target, which is an operand of the format.
+        # The target is rounded before the call too, because an in-place operation also reads it, as an operand.
         round_seen_(target, spec)
     run = partial(call, func, (target, *args[1:]), kwargs)
     write = emulation.scope.write
@@ -324,18 +324,18 @@ def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
 
 
 def round_seen_(x: Tensor, spec: RoundingSpec) -> None:
-    """Round the numbers of a written tensor in their own memory."""
+    """Round a tensor that was written to, in place."""
     if not (has_transform() and round_behind(x, spec)):
         round_here_(x, spec, keep_masks=True)
 
 
 def round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool = True) -> bool:
-    """Round the tensor behind a transform in its own memory, so that an operation's saved copy is rounded too.
+    """Round the tensor behind a transform in place, so that an operation's saved copy is rounded too.
 
     Returns False if that is not possible.
     """
     memory = memory_behind(x)
-    # Stochastic rounding is left to the transform, which may want noise of its own for each element of a batch.
+    # Stochastic rounding is left to the transform, which may need separate noise for each element of a batch.
     if spec.rounding == "stochastic" or type(memory) is not Tensor or not (memory.is_cpu or memory.is_cuda):
         return False
     if not is_roundable(memory):

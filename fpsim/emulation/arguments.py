@@ -45,8 +45,8 @@ def roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def typed_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that may be float32 on purpose: rounded ones, complex ones, and sparse ones marked so."""
-    # Without the generators of `tensors_in`, because every call comes through here.
+    """Return the tensors that may be float32 on purpose: roundable ones, complex ones, and sparse ones marked so."""
+    # The generators of `tensors_in` are avoided, because every call runs this function.
     tensors: list[Tensor] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
@@ -64,7 +64,7 @@ def are_integers(args: tuple[Any, ...]) -> bool:
 
 @cache
 def has_lazy(types: tuple[type, ...]) -> bool:
-    """True if a parameter or a buffer without memory yet is among the arguments."""
+    """True if an uninitialised parameter or buffer is among the arguments of these types."""
     return any(issubclass(kind, UninitializedParameter | UninitializedBuffer) for kind in types)
 
 
@@ -77,27 +77,27 @@ def mask_among(types: tuple[type, ...]) -> Any:
 
 def renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Renormalise the weight of an embedding, and return the arguments without `max_norm`."""
-    # On the weight itself: with `max_norm`, the call would renormalise the rounded copy alone.
+    # The weight itself is renormalised here: with `max_norm`, the call would renormalise only the rounded copy.
     torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
     return {**kwargs, "max_norm": None}
 
 
 def as_numbers(x: Any) -> Any:
-    """Return a tensor to be read; detach it if torch refuses its gradient, because a view has written to its base."""
+    """Return an argument to be read; detach a view whose `grad_fn` torch refuses after a write to its base."""
     if not isinstance(x, Tensor) or not x.requires_grad or base_of(x) is None or format_of(x) is not None:
         return x
     return x if has_history(x) else x.detach()
 
 
-# Masks: float32's extremes at positions hidden from attention. Code uses them where torch has no name for the format.
+# Masks: float32's extremes at positions hidden from attention. Code uses them if torch has no dtype for the format.
 
 
 def masks_to_scale(spec: RoundingSpec | None, args: tuple[Any, ...]) -> Tensor | None:
-    """Return where the masks are, if a call multiplies or divides a tensor by a number; None if no mask can be lost.
+    """Return where a tensor that a call scales by a number has masks; None if no mask can be lost.
 
-    A scaled mask would be an ordinary number: it would become infinite or saturate.
+    A scaled mask would be an ordinary number, which becomes infinite or saturates.
     """
-    # Where torch has a name for the format, masks are the format's own extremes, and may be scaled as torch does. In
+    # Where torch has a dtype for the format, masks are this dtype's extremes, and may be scaled as torch does. In
     # a format that reaches beyond 2**100, a scaled extreme of float32 still hides every position.
     if spec is None or spec.dtype is not None or float(spec.fmt.largest) > 2.0**100:
         return None
@@ -106,10 +106,10 @@ def masks_to_scale(spec: RoundingSpec | None, args: tuple[Any, ...]) -> Tensor |
         return None
     x = tensors[0].detach()
     largest, is_now = torch.finfo(x.dtype).max, is_plain(x)
-    # A transform shows tensors without memory.
+    # Tensors of a transform have no memory to read.
     if not (is_now or is_traced(x)):
         return None
-    # One pass over the memory spares the comparison and the `where`. On a card the processor would wait for it.
+    # One pass over the memory often saves the comparison and the `where`. On a card, the CPU would wait for this pass.
     if is_now and x.is_cpu and float(amax_of(x)[AMAX]) < largest:
         return None
     return x.abs() == largest

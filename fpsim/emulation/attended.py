@@ -26,7 +26,7 @@ _ROWS = Side(-1, -2)
 def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended | None, **rest: Any) -> Tensor:
     """Return o = p v of an attention with points. found: the tracked state of the weights."""
     points = _points(call)
-    # In one block the weights are enough. In several, each block has exponentials of its own, made from the scores.
+    # For keys in one block, the weights suffice. In several blocks, each computes its exponentials from the scores.
     if points.block_kv is None or not weights.shape[-1]:
         make = partial(_OfWeights, points)
         return call.compute(Batched(weights, value), weights, value, specs=points.pv, make=make, **rest)
@@ -57,7 +57,7 @@ def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stackleve
     weights = _weights(call, points, scores.mT).mT.contiguous() if is_turned else _weights(call, points, scores)
     found = Attended(None, None)
     if points.block_kv is not None:
-        # A copy, which later writes to the scores do not reach.
+        # The scores are copied, so that later writes to them do not reach the tracked state.
         scores = scores.clone()
         found = Attended(scores, None, writes_to(scores), is_turned)
     known[weights] = found.of(weights)
@@ -106,7 +106,7 @@ def _points(call: ProductCall) -> Attention:
 
 
 def _weights(call: ProductCall, points: Attention, scores: Tensor) -> Tensor:
-    """Compute softmax over the last axis, with the points `diff` and `exp` of one block of all keys."""
+    """Compute softmax over the last axis, with the rounding points `diff` and `exp`, for keys in one block."""
     if (points.diff is None and points.exp is None) or not scores.shape[-1]:
         return torch.softmax(scores, -1)
     specs = ProductSpecs((None, None), (None, None), (None, None), None, None, None)
@@ -121,7 +121,7 @@ def _exponentials(product: Product, points: Attention, scores: Tensor, largest: 
 
 
 class _Softmax(PlainFunction):
-    """softmax with its points, and its gradient at the resulting weights."""
+    """softmax with its rounding points; its gradient is computed from the resulting weights."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, points: Attention, scores: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class _Softmax(PlainFunction):
 
 
 class _Times:
-    """Product whose x was multiplied by a number; the sums are divided by that number."""
+    """Form of a product whose x was multiplied by a number; the sums are divided by this number."""
 
     def __init__(self, form: Form, number: float) -> None:
         self._form, self._number = form, number
@@ -157,7 +157,7 @@ class _Times:
 
 
 class _OfWeights(Product):
-    """o = p v, where p is rounded at a scale."""
+    """Product o = p v, in which p is rounded at a scale."""
 
     __slots__ = ("points",)
 
@@ -176,9 +176,9 @@ class _OfWeights(Product):
 
 
 class _InBlocks(_OfWeights):
-    """o = softmax(s) v over one block of keys after the other, as flash-attention orders it.
+    """Product o = softmax(s) v, computed over one block of keys after the other, in the order of flash-attention.
 
-    Its operand x is the scores. `passing` holds the tensors for the backward pass: scores, values, o, the sums of
+    The operand x is the scores s. `passing` holds the tensors for the backward pass: scores, values, o, the sums of
     exponentials, and the factors of dropout.
     """
 
@@ -208,7 +208,7 @@ class _InBlocks(_OfWeights):
                 powers = _exponentials(self, self.points, one, shift)
                 weights = powers if keep is None else powers * keep[..., part]
                 pq, vq = self.operands("fprop", weights, value[..., part, :])
-                # The sum is that of all exponentials: dropout acts on the weights after they are normalised.
+                # All exponentials are summed, because dropout acts on the weights after they are normalised.
                 total = total * decay + powers.sum(-1, keepdim=True)
                 out = out * decay + self._form(pq, vq).forward(pq, vq, None)
                 largest = above
@@ -229,17 +229,17 @@ class _InBlocks(_OfWeights):
             log2_scales = self.log2_scales(dy)
             dy = dy.detach().to(self.working)
             of_dgrad = self.quantised(dy, self.specs.dgrad[0], _ROWS, "dgrad.dy", log2_scales[0])
-            # The row sum of dp * p, as flash-attention computes it: from dy and o, once for all blocks.
+            # The row sum of dp * p is computed from dy and o, once for all blocks, as in flash-attention.
             inner = (of_dgrad * out).sum(-1, keepdim=True)
             shift = _finite(scores.amax(-1, keepdim=True))
             of_scores, of_value = [], []
             for part in self._blocks(scores.shape[-1]):
                 v = value[..., part, :]
-                # Weights are computed again, with the final maximum and sum, instead of kept for all blocks.
+                # Weights are computed again, with the final maximum and sum, instead of being stored for all blocks.
                 weights = _exponentials(self, self.points, scores[..., part], shift) / total
                 kept = None if keep is None else keep[..., part]
                 form = self._form(weights, v)
-                # Autograd passes an operand if the other one needs a gradient: w if the scores need one.
+                # Autograd passes an operand if the other one needs a gradient: it passes w if the scores need one.
                 if w is not None:
                     vq = self.quantised(v, self.specs.dgrad[1], form.dgrad[1], "dgrad.w")
                     dp = self.at_point(form.data_gradient(of_dgrad, vq), self.specs.error, "dgrad.dx")

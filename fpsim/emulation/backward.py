@@ -45,12 +45,12 @@ class BackwardRounding:
             return None
         observer = None if listeners.observer is None else listeners.watching(self.site, self.role)
         if spec.is_float32 and container_width(spec, gradient.dtype) == 0:
-            # Returned as it is, even with holes: a contiguous copy would be summed in another order later on.
+            # The gradient stays as it is, even with holes: a contiguous copy would be summed in another order later.
             self._show(observer, gradient, gradient, None)
             return None
         is_dense = gradient.is_contiguous() or has_no_holes(gradient)
         # Rounding in place saves an allocation. It is safe only if nobody else sees the memory: a saved tensor, another
-        # branch or the user's own gradient would change too. An observer needs the unrounded tensor as well: a copy.
+        # branch or the user's own gradient would change too. With an observer, the unrounded tensor is needed as well.
         if observer is None and is_dense and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec)
             mark(gradient, spec.text)
@@ -79,7 +79,7 @@ class BackwardRounding:
             return None
         if not is_traced(gradient) or torch.is_grad_enabled():
             result = round_differentiably(gradient, spec, log2_scale)
-            # The mark carries the scale on: the model's own code that comes next rounds at this scale too.
+            # The mark carries the scale: the model's own code that gets this gradient rounds at the same scale.
             if log2_scale is not None:
                 mark(result, spec.text, log2_scale)
             return result
@@ -90,7 +90,7 @@ class BackwardRounding:
         return result
 
     def _sparse(self, gradient: Tensor) -> Tensor:
-        """Return the rounded gradient of an embedding, in which each row is summed first."""
+        """Return the rounded sparse gradient of an embedding; the entries of each row are summed first."""
         # Rows of a token that occurs twice are added up in float32, as in the dense gradient, then rounded once.
         gradient = gradient.coalesce()
         indices, values = gradient.indices(), gradient.values()
@@ -132,7 +132,7 @@ class ScaledBackwardRounding(BackwardRounding):
         if torch.is_grad_enabled():
             return self._unusual(gradient)
         spec, listeners = self.spec, self.scope.listeners
-        # The scaling may round a free gradient in place: an observer needs a copy that is made before.
+        # The scaling may round a gradient in place if nobody else holds it: an observer needs a copy from before.
         is_free = mark_of(gradient) is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object())
         observer = listeners.watching(self.site, self.role) if is_free else None
         before = gradient if observer is None else gradient.detach().clone()
@@ -145,7 +145,7 @@ class ScaledBackwardRounding(BackwardRounding):
         if container_width(spec, gradient.dtype) == 0:
             self._show(observer, gradient, gradient, log2_scale)
             return None
-        # This is asked again, because the scaling may have kept the gradient.
+        # The holders are checked again, because the scaling may have stored the gradient.
         if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec, None, log2_scale)
             mark(gradient, spec.text, log2_scale)
@@ -160,7 +160,7 @@ def show_at_scale(
     observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
 ) -> None:
     """Show an observer the numbers as the format stores them: multiplied by the scale."""
-    # Exact, because float64 has exponents to spare.
+    # The multiplication is exact, because float64 has a wider range of exponents.
     if log2_scale is not None:
         before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
     observer(site, role, before, after, spec)

@@ -1,8 +1,8 @@
 """Emulation of a model's own code in the backward pass: the code of autograd Functions and of hooks.
 
 A result that depends on the incoming gradient is an error; any other result is an activation. The gradient that a
-Function returns for an operand is rounded where it arrives, by the role and the scale of that place. No gradient is
-rounded twice: the Function hands over the values that the gradient had before it was rounded here.
+Function returns for an operand is rounded where it arrives, with the role and the scale of the operand. No gradient is
+rounded twice: the Function passes on the values that the gradient had before it was rounded here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OwnCode:
     takes_wide: for each argument, whether it is float32 on purpose.
     gives_wide: the same for each result.
     copies: the rounded copies of arguments that a Function was given. The references are weak: a Function that needs a
-        copy keeps it.
+        copy keeps the copy alive.
     has_weights: whether a weight is among the arguments.
     is_island: whether the code computes in float32, because autocast is switched off.
     scale: function that returns the scale at which dy enters the products, if no role rounds dy before; else None.
@@ -100,7 +100,7 @@ class OwnCode:
 
     @classmethod
     def met_by(cls, emulation: Emulation, name: str) -> OwnCode:
-        """Return the state for code of this name at the present position of a forward pass."""
+        """Return the state for code of this name at the current position of a forward pass."""
         return cls(emulation.scope, name, emulation.has_names, emulation.aliases, emulation.names)
 
     @property
@@ -110,7 +110,7 @@ class OwnCode:
 
 
 def is_of_a_model(code: Any) -> bool:
-    """True if a Function or a hook is a model's own: neither torch's, whose Functions are operations, nor ours."""
+    """True if a Function or hook is a model's own, and not this project's or torch's. torch's are operations."""
     while isinstance(code, partial):
         code = code.func
     return str(getattr(code, "__module__", "")).partition(".")[0] not in _NO_MODELS
@@ -123,7 +123,7 @@ def run_in_backward(
 
     gradients: the incoming gradients, in a tuple or a list.
     is_given_back: whether the results of `run` are the gradients of arguments, which are rounded where they arrive.
-    adds_depth: whether `run` opens a block of autocast of its own, which is not the model's choice.
+    adds_depth: whether `run` opens a block of autocast that is not in the model's code.
     """
     kind = BackwardCode if code.stand_ins is None else _TracedBackwardCode
     emulation = kind(code, adds_depth)
@@ -146,7 +146,7 @@ class BackwardCode(Emulation):
     def __init__(self, code: OwnCode, adds_depth: bool) -> None:
         self.activations = in_backward(code.scope, code.label, self, False)
         self.errors = in_backward(code.scope, code.label, self, True)
-        # One counter, so that two calls of an operation get two names, also if only one of them computes an error.
+        # Both scopes share a counter: two calls of an operation get two names, also if only one computes an error.
         self.errors.counts = self.activations.counts
         Emulation.__init__(self, self.activations, code.aliases, code.has_names)
         self.names |= code.names
@@ -161,13 +161,13 @@ class BackwardCode(Emulation):
             self.know_copy(copy, copy[2]())
 
     def know_copy(self, copy: CopyOfArgument, now: Tensor | None) -> None:
-        """Use `now` as the copy of an argument; only the place of `now` in the graph if that was written to since."""
+        """Use `now` as the copy of an argument. If the argument was written to, use only the graph node of `now`."""
         argument = copy[0]()
         if argument is not None and now is not None:
             self._copies[argument] = (now, writes_to(argument) == copy[1])
 
     def computed(self, run: Callable[..., Any], gradients: Any, is_given_back: bool) -> Any:
-        """Return `run()`."""
+        """Record the incoming gradients as errors, call `run()`, and return its results."""
         with without_torch_function():
             for x in tensors_in(gradients):
                 self._begin(x)
@@ -187,7 +187,7 @@ class BackwardCode(Emulation):
 
     def _given_back(self, x: Any, i: int) -> Any:
         """Return the gradient of the i-th argument before it was rounded here."""
-        # The gradient of a float32 argument is not rounded where it arrives: it stays as it was rounded here.
+        # The gradient of a float32 argument is not rounded where it arrives, so that it keeps its rounding from here.
         if not isinstance(x, Tensor) or self.code.takes_wide[i : i + 1] == [True]:
             return x
         before = _before(x)
@@ -223,7 +223,7 @@ class BackwardCode(Emulation):
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe(), args[0])
         around, scale = self.scope, self.log2_scale
-        # A checkpoint runs a module again, in a scope of its own: that is a forward pass.
+        # In any other scope a checkpoint recomputes a module: its calls belong to a forward pass.
         if around is not self.activations and around is not self.errors:
             return super().__torch_function__(func, types, args, kwargs)
         call = call_of(func)
@@ -249,7 +249,7 @@ class BackwardCode(Emulation):
     ) -> None:  # fmt: skip
         """Record that the results of a call are errors, and record the unrounded values of results that are views."""
         for x in tensors_in(out):
-            # A result that is known already was rounded at a scale of its own.
+            # A result that is already recorded was rounded at a scale of its own.
             if self._known.get(x) is None:
                 self._note(x, log2_scale)
         for x in tensors_in(call.written(args, kwargs)):
@@ -275,7 +275,7 @@ class BackwardCode(Emulation):
         if found is None:
             return result
         # A Function may ask autograd for gradients of its arguments, or of saved tensors. The copy that its forward got
-        # is a node between these and the loss; another copy would have no part in that graph.
+        # is a node between these and the loss; another copy would not be part of that graph.
         own, has_numbers = found
         known = format_of(result)
         if has_numbers and format_of(own) == known:
@@ -371,11 +371,11 @@ class BackwardCode(Emulation):
 
 
 class _TracedBackwardCode(BackwardCode, TracedEmulation):
-    """`BackwardCode` where torch.compile makes a program of the backward pass."""
+    """`BackwardCode` while torch.compile traces a program of the backward pass."""
 
 
 def _before(x: Tensor) -> Tensor | None:
-    """Return the values of an error before it was rounded, if nothing was written to it since."""
+    """Return the values of an error before it was rounded; None if the error was written to since."""
     kept = vars(x).get(_BEFORE)
     return kept[0] if kept is not None and kept[1] == writes_to(x) else None
 

@@ -1,9 +1,9 @@
 """Caches of keys and values: round keys and values where transformers stores them, in `Cache.update`.
 
 The cache classes are those of transformers, if the process has imported it; this module never imports it. A module that
-stores keys and values may get no cache, as in training: it is then given a cache of its own for the call. In this way
-keys and values are always rounded at the same place, after the rotary embedding and before attention. Everything else
-that a model does with its cache is left alone.
+stores keys and values may get no cache, as in training. It then gets a new cache for the call, so that keys and values
+are always rounded at the same point: after the rotary embedding and before attention. Everything else that a model does
+with its cache stays unchanged.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class CacheUse(NamedTuple):
     """Use of a cache by a module.
 
     name, position: name and position of the parameter that takes the cache.
-    stores: whether the module's own code calls `update`; other modules hand the cache on.
-    of_encoder: whether that code expects an `EncoderDecoderCache`: a cache for the module's own keys, and another one
-        for an encoder's keys.
+    stores: whether the module's own code calls `update`; other modules pass the cache on.
+    of_encoder: whether the module's code expects an `EncoderDecoderCache`: one cache for the module's own keys, and
+        another one for an encoder's keys.
     """
 
     name: str
@@ -71,7 +71,7 @@ def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUs
     if name is None:
         return None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    # The module's code is read, since no attribute tells whether it calls `update` or hands the cache on. In some
+    # The module's code is read, since no attribute tells whether it calls `update` or passes the cache on. In some
     # models encoder and decoder share their code, and only `is_decoder` differs: an encoder stores nothing.
     used = () if code is None else code.co_names
     has_layer = any(isinstance(getattr(module, layer, None), int) for layer in LAYERS)
@@ -101,7 +101,7 @@ class Stored:
         _watch()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call; add a new cache if the module stores keys and values and was given none.
+        """Return the arguments of the call; add a new cache if the module stores keys and values but got no cache.
 
         Raises TypeError for a cache that is not one of transformers.
         """
@@ -170,7 +170,7 @@ def _watch() -> None:
     of = getattr(library, "Cache", None)
     if of is None or of is _watched:
         return
-    # Under a lock: patched twice, it would round twice.
+    # A lock is held, because an `update` that is patched twice would round twice.
     with _watching:
         if of is not _watched:
             of.update = _rounding(of.update)
@@ -180,8 +180,8 @@ def _watch() -> None:
 def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo traces this line by line in models that are not quantised, and must not meet the emulation there. A
-        # quantised model is a single operator for Dynamo.
+        # In models that are not quantised, Dynamo traces this function, and must not reach the emulation. A quantised
+        # model is a single operator for Dynamo.
         if not torch.compiler.is_dynamo_compiling():
             emulation = active.emulation
             if emulation is not None and emulation.scope.cache is not None:
@@ -193,7 +193,7 @@ def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounded_pair(emulation: Any, *pair: Tensor) -> list[Tensor]:
-    """Return keys and values as they are stored."""
+    """Return keys and values, rounded as the cache stores them."""
     counted.updates += 1
     site = emulation.scope.site("cache")
     operands = [emulation.scope.cache.get(name) for name in CACHED]
@@ -208,13 +208,14 @@ def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) 
     spec: Any = operand.spec()
     is_wide = is_wide_tensor(x)
     with without_torch_function():
-        # Computed in float32, also for a cache of a real half dtype: there, a float32 scale would make other numbers.
+        # Keys and values of a half-precision dtype are rounded in float32: in their own dtype, a float32 scale would
+        # make other numbers.
         given = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         observer = None if is_traced(x) else emulation.scope.listeners.watching(site, role)
         axis, cut = max(given.dim() - 1, 0), None
         if isinstance(spec.fmt, OwnFormat):
             values, _ = rounded_by_function(given, spec.fmt, axis, site)
-            # A copy, overwritten below autograd: the gradient of `clone` is the straight-through one.
+            # A copy is overwritten below autograd, so that the gradient of `clone` is the straight-through gradient.
             out = given.clone()
             with torch.no_grad():
                 out.copy_(values)
@@ -229,8 +230,8 @@ def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) 
         if observer is not None:
             observer(site, role, given.detach(), out.detach(), spec, cut)
         out = out.to(x.dtype)
-    # The tensor is marked only if the cache has the activations' format. Else it counts as a tensor from outside, and
-    # attention brings it into that format when it reads it.
+    # The tensor is marked with a format only if the cache has the activations' format. Else it counts as a tensor from
+    # outside, which attention rounds to the activations' format.
     if is_wide:
         emulation.mark_wide(out)
     elif spec.text == emulation.scope.activation:

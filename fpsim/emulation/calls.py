@@ -73,7 +73,7 @@ PASS = frozenset(
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
-# Comparisons in place write zeros and ones, which every format of activations has: only e8m0, of scales, has no zero.
+# In-place comparisons write zeros and ones. Every format of activations has both: only e8m0, for scales, has no zero.
 COMPARISONS = frozenset(
     form
     for row in TABLE.values()
@@ -92,7 +92,7 @@ READ = COMPARISONS | frozenset(
 )
 # Functions that write new numbers over all of a tensor.
 FILL = frozenset("fill_ zero_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
-# Functions that move values. The result may lie in the memory of an argument: a write to it is a write there.
+# Functions that move values. The result may share memory with an argument: a write to it then writes to the argument.
 VIEWS = frozenset(
     """
     data detach alias T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as
@@ -102,8 +102,8 @@ VIEWS = frozenset(
     __getitem__ ravel positive resolve_conj resolve_neg __iter__ cpu cuda
     """.split()
 )
-# Functions that move values, and relu, max and abs. Their results are numbers that went in, negated ones, or zeros:
-# rounding changes none of these.
+# Functions that move values, and relu, max and abs. Their results are numbers of their operands, the negatives of such
+# numbers, or zeros: rounding changes none of these.
 MOVE = VIEWS | frozenset(
     """
     complex clone cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag
@@ -115,7 +115,7 @@ MOVE = VIEWS | frozenset(
     _pack_padded_sequence __reversed__
     """.split()
 )
-# Functions in which a dtype may be given by position.
+# Functions that accept a dtype as a positional argument.
 TAKES_DTYPE = frozenset(
     """
     softmax log_softmax softmin sum nansum mean nanmean prod cumsum cumprod norm linalg_norm linalg_vector_norm
@@ -137,7 +137,7 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
     **dict.fromkeys(_OPERATORS.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
 }
-# Arguments that promote nothing, by function: they are only compared, or multiplied into the result of the others.
+# Arguments that take no part in type promotion, by function: they are only compared, or multiplied into the result.
 ONLY_COMPARED = {
     **dict.fromkeys(
         (F.binary_cross_entropy_with_logits, torch.binary_cross_entropy_with_logits),
@@ -146,15 +146,15 @@ ONLY_COMPARED = {
     F.cosine_embedding_loss: ((2,), ("target",)),
     F.hinge_embedding_loss: ((1,), ("target",)),
 }
-# Functions that torch writes as two operations. The first one may return float32 by itself.
+# Functions that torch implements as two operations, of which the first one may return float32.
 _IN_TWO = (torch.ldexp, Tensor.ldexp, Tensor.ldexp_)
 QUOTIENT_OF_NUMBER = Tensor.__rtruediv__  # 3.0 / x, which torch computes as x.reciprocal() * 3.0
 # Functions that always return float64.
 _FLOAT64 = ("float_power",)
-# Functions of several steps whose backward pass looks for the result among the candidates: the result has to stay as it
-# is, and a copy of it is rounded.
+# Functions of several steps whose backward pass searches for the result among the candidates: the result has to stay
+# unrounded, and a copy of it is rounded.
 CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "linalg_cond", "cond")
-# Rows looked up in a weight are activations, and their gradient, which is summed into the weight, is an error.
+# Rows looked up in a weight are activations. Their gradient, which is summed into the weight's gradient, is an error.
 LOOK_UPS = ("embedding",)
 # Functions that move each of several tensors, which keep their dtypes.
 EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".split())
@@ -191,7 +191,7 @@ PROMOTING = frozenset(
     binary_cross_entropy_with_logits margin_ranking_loss cosine_similarity trapezoid trapz cumulative_trapezoid
     """.split()
 )
-# Functions that first expand a tensor without dimensions to those of the other: it then counts in the result's dtype.
+# Functions that first expand a 0-dimensional tensor to the shape of the other one: it then takes part in promotion.
 EXPANDING = frozenset(
     """
     mse_loss l1_loss smooth_l1_loss kron einsum hstack vstack dstack column_stack row_stack
@@ -199,7 +199,7 @@ EXPANDING = frozenset(
     """.split()
 )
 
-# Names of operands. Each operation has its own among them in this order.
+# Names of operands. The operands of each operation are in this order.
 _OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
 _RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
 
@@ -235,24 +235,24 @@ class Call:
     action: its treatment.
     in_place: whether it writes to its first argument.
     has_threshold: whether a Python number next to a tensor is cast to the tensor's dtype.
-    threshold: where torch's kernels cast it: "always", or "on card".
+    threshold: where torch's kernels cast such a number: "always", or "on card".
     number: torch's treatment of a float32 tensor without dimensions next to one of low precision.
     promotes: whether integers next to numbers of the format are cast to it; else they are indices or counts.
-    expands: whether a tensor without dimensions counts in the dtype of the result.
+    expands: whether a tensor without dimensions takes part in type promotion.
     copies: whether it writes another argument to the first one, unchanged.
-    has_pole: whether it may return minus infinity for numbers. This saturates in a format without infinities; minus
-        infinity from any other function is a mask.
+    has_pole: whether it may return minus infinity for finite arguments. This saturates in a format without infinities;
+        minus infinity from any other function is a mask.
     is_quotient: whether `has_pole` depends on the second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
     is_squared_difference: whether it is `mse_loss`, which is two operations if it does not reduce.
-    is_special: whether it is not one operation on numbers, and needs one of several rare treatments.
+    is_special: whether it is not a single operation on numbers, and needs a rare treatment.
     converts: whether it makes a tensor, or decides a tensor's dtype.
     may_multiply: whether there are arguments with which it sums no products.
-    narrows: whether its operands are brought into the format although they are float32 on purpose.
-    chooses_inside: whether its backward pass looks for its result among the candidates.
-    takes_dtype: whether a dtype may be given by its place among the arguments.
-    only_compared: positions and names of the arguments that promote nothing.
+    narrows: whether its operands are brought into the format even if they are float32 on purpose.
+    chooses_inside: whether its backward pass searches for its result among the candidates.
+    takes_dtype: whether it accepts a dtype as a positional argument.
+    only_compared: positions and names of the arguments that take no part in type promotion.
     scales: whether it multiplies or divides a tensor by a number, if it is given one.
     has_dtype_of_first: whether the first argument alone decides the result's dtype.
     is_of_each: whether it moves each of several tensors, which keep their dtypes.
@@ -262,10 +262,10 @@ class Call:
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
     gives_float64: whether it always returns float64.
     body: the Python definition of a function that takes functions, such as torch.cond; None for any other function.
-    only_computes: whether nothing has to be done but to round its operands and its results.
+    only_computes: whether it needs no treatment except the rounding of its operands and results.
     writes: positions and names of the arguments that it writes to, as its schema says, except `out`.
-    skip_positions, skip_names: positions and names of arguments that are no operands, or that the function writes to,
-        so that it cannot be given a copy.
+    skip_positions, skip_names: positions and names of arguments that are no operands, or that the function writes to:
+        these must not be replaced by copies.
     """
 
     __slots__ = (
@@ -279,7 +279,7 @@ class Call:
     def __init__(self, function: Callable[..., Any]) -> None:
         name = getattr(function, "__name__", None) or type(function).__name__
         name = name.partition(".")[0]  # torch.ops.aten.add_.Tensor
-        # A property of tensors: its name is that of the descriptor.
+        # The function reads a property of tensors, whose name is that of the descriptor.
         if name == "__get__":
             name = getattr(getattr(function, "__self__", None), "__name__", name)
             action = Action.DTYPE if name == "dtype" else Action.PASS
@@ -308,7 +308,7 @@ class Call:
         # The functions of lists are emulated tensor by tensor, and have no operands of their own.
         has_operands = self.action is not Action.FOREACH
         self.scales = has_operands and row.scales and not is_swapped
-        # SECOND: a tensor of one number as the second operand. Where operands are swapped it is the first one.
+        # SECOND is about a one-element tensor as the second operand. If operands are swapped, this tensor is the first.
         is_exact = not has_operands or (is_swapped and row.number is Number.SECOND)
         self.number = Number.EXACT if is_exact else row.number
         is_number = row.number is not Number.EXACT or self.is_comparison or self.action is Action.SET_ITEM
@@ -327,7 +327,7 @@ class Call:
         self.inplace_at = names.index("inplace") if "inplace" in names else None
         self.may_write = self.in_place or self.inplace_at is not None
         self.may_renormalise, self.gives_float64 = self.name.startswith("embedding"), self.name in _FLOAT64
-        # One flag, so that the mode has one question for the common call.
+        # One flag, so that the mode makes a single check for a common call.
         self.only_computes = self.action is Action.COMPUTE and not (
             self.may_write
             or self.is_view
@@ -368,8 +368,8 @@ class Call:
         return function(*args, **kwargs)
 
 
-# The order matters: a name in several tables is treated as the first of them says. COMPUTE is the rest, so that a
-# function that a new torch adds is rounded, and not overlooked.
+# The order matters: a name in several tables gets the treatment of the first table. COMPUTE is the default, so that a
+# function that a new version of torch adds is rounded, and not overlooked.
 def _action_of(function: Callable[..., Any], name: str) -> Action:
     if name in PASS or name.startswith(("_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
         return Action.PASS
@@ -404,12 +404,12 @@ def _action_of(function: Callable[..., Any], name: str) -> Action:
 
 
 class _BackwardCall(Call):
-    """A backward pass."""
+    """Function that runs a backward pass, with the emulation off."""
 
     __slots__ = ()
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The emulation is off meanwhile: a checkpoint may run modules again, which enter a mode of their own.
+        # The emulation is off during the call: a checkpoint may run modules again, which enter a new mode.
         emulation, active.emulation = active.emulation, None
         try:
             return super().__call__(function, args, kwargs)
@@ -417,7 +417,7 @@ class _BackwardCall(Call):
             active.emulation = emulation
 
 
-# The cache of `call_of`. Backward passes have a class of their own, whatever their names say.
+# The cache of `call_of`. Functions that run a backward pass get a class of their own, whatever their names.
 known_calls: dict[Any, Call] = {
     f: _BackwardCall(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
@@ -431,7 +431,7 @@ def call_of(function: Callable[..., Any]) -> Call:
 
 
 class _Border:
-    """A place other than a torch function's result where a tensor is rounded; named for its site, as a Call is."""
+    """Stand-in for a Call, for a tensor that is rounded elsewhere than in a function's result; named for its site."""
 
     def __init__(self, name: str) -> None:
         self.name, self.has_pole, self.chooses_inside = name, False, False

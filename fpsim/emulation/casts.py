@@ -1,7 +1,7 @@
 """Casts: the dtype that a call asks for, where one dtype of torch stands for both float32 and the format.
 
-`x.to(torch.float32)` asks for float32. `x.to(y.dtype)` asks for what y is, and `y.dtype` says float32 whether y is in
-the format or not. Both calls give torch the same argument; only the code that called tells them apart.
+`x.to(torch.float32)` asks for float32. `x.to(y.dtype)` asks for the dtype of y, and `y.dtype` is float32 whether y is
+in the format or not. Both calls give torch the same argument: only the calling code tells them apart.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FACTORIES_LIKE = frozenset(
 WIDE_DTYPES = (torch.float32, torch.float64)
 _WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # the names of dtypes before torch had dtypes
 _HOME = os.path.join(Path(torch.__file__).parent, "")  # with the separator: not the folder of torchvision
-# The package of the modes. Not all of fpsim: `forwards` calls modules, and what calls it may be torch's sharding.
+# The package of the modes, and not all of fpsim: `models.forwards` calls modules, and torch's sharding may call it.
 _MODES = os.path.join(sys.modules[__package__].__path__[0], "")
 _MACHINERY = ("autograd", "distributed", "export", "fx", "func", "optim", "overrides.py", "utils")
 _SHARDING = os.path.join(_HOME, "distributed", "")
@@ -82,7 +82,7 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
     dtype, frame = dtype_in(args, kwargs), _caller_of(inspect.currentframe())
     if name == "type" and dtype is None:
         kind = args[1] if len(args) > 1 else kwargs.get("dtype")
-        # `y.type()` returns such a string too: the calling code itself has to contain it.
+        # `y.type()` returns such a string too, so that the string has to be a constant of the calling code.
         if isinstance(kind, str):
             return kind.endswith(_WIDE_TYPES) and frame is not None and kind in frame.f_code.co_consts
         return getattr(kind, "__name__", "") in _WIDE_TYPES
@@ -92,7 +92,7 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
 
 
 def _caller_of(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the code that called, past torch's own wrapping and ours."""
+    """Return the frame of the calling code, past the frames of torch and of this package."""
     frame = frame and frame.f_back
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
@@ -106,7 +106,7 @@ has_process_group: Callable[[], bool] = (  # bool() is False
 
 def is_called_by_sharding() -> bool:
     """True if torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing."""
-    # Walking the stack is slow: callers ask only if there is a process group.
+    # Walking the stack is slow: callers call this only if there is a process group.
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and _is_between(frame.f_code.co_filename):
         if _is_of_sharding(frame.f_code.co_filename):
@@ -131,11 +131,11 @@ def is_of_machinery(file: str) -> bool:
 
 @cache
 def _is_between(file: str) -> bool:
-    """True if a frame lies between the user's call and the mode: it is of one of our modes, or of torch's wrapping."""
+    """True if a frame's file is one of torch or of this package: such frames lie between the user's call and a mode."""
     return file.startswith((_HOME, _MODES))
 
 
-# torch returns the depth only when it changes it: it is raised, and lowered again.
+# torch returns the depth only from functions that change it. The depth is therefore raised, and lowered again.
 _LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 
 
@@ -147,15 +147,15 @@ def autocast_here() -> list[Callable[[], AbstractContextManager[Any]]]:
 
 def autocast_depth() -> int:
     """Return the number of `torch.autocast` blocks around the running code, whether they switch it on or off."""
-    # `map` makes both calls within one instruction. A Ctrl-C between them would leave torch in a block for ever, and
-    # autocast, which drops its casts of weights at the end of the outermost one, would compute with old weights.
+    # `map` makes both calls within one instruction. A Ctrl-C between them would leave torch in a block for ever.
+    # Autocast drops its cached casts of weights at the end of the outermost block, and would compute with old weights.
     _, depth = map(operator.call, _LOOK)
     return depth  # type: ignore[no-any-return]
 
 
 def is_float32_island(outer_depth: int) -> bool:
     """True if a block `torch.autocast(..., enabled=False)` was entered since the depth was `outer_depth`."""
-    # Compared with a depth, because a checkpoint recomputes inside of such blocks of its own.
+    # The depth is compared, because a checkpoint opens such blocks itself when it recomputes.
     _, depth = map(operator.call, _LOOK)  # as autocast_depth
     if depth <= outer_depth:
         return False
@@ -176,7 +176,7 @@ class _Words(NamedTuple):
 
     is_literal: whether it contains torch.float32 or the like.
     is_own: whether it contains the dtype of an object, as `x.dtype`.
-    variables: local names.
+    variables: the local variables in it.
     """
 
     is_literal: bool
@@ -207,10 +207,10 @@ def _variable_does(frame: FrameType, name: str) -> bool:
             return False
         if passed != _NOT_PASSED:
             return passed.is_literal or (not passed.is_own and _any_variable_does(caller, passed.variables))
-        # It was not passed: its value is the default, float32, or what the function puts in for None.
+        # The argument was not passed: its value is the default, float32, or a value that the function assigns for None.
         return set_to is None or (set_to.is_literal and not set_to.is_own)
     if set_to is None:
-        # A comprehension has a frame of its own before Python 3.12, and its variable is one of the function around it.
+        # Before Python 3.12 a comprehension has a frame of its own, and the variable belongs to the function around it.
         outer = frame.f_back if name in code.co_freevars else None
         return outer is not None and name in outer.f_code.co_cellvars and _variable_does(outer, name)
     if set_to.is_literal or set_to.is_own:
@@ -224,7 +224,7 @@ _NOT_PASSED = _Words(False, False, ("",))
 
 @cache
 def _calls_by_name(code: CodeType, last: int) -> bool:
-    """True if the call at offset `last` is `x.float()` or its like."""
+    """True if the call at offset `last` is `x.float()` or `x.double()`."""
     # Read from the bytecode, because a compiler's stand-in for x turns the call into `to`.
     loads = [x for x in _arguments(code, last) if x.opname.startswith("LOAD")]
     return bool(loads) and loads[-1].argval in _CAST_METHODS and not loads[-1].opname.startswith("LOAD_CONST")
@@ -235,7 +235,7 @@ def _words_of_call(code: CodeType, last: int, function: str) -> _Words:
     """Read the expressions among the arguments of the call at offset `last`, outside of nested calls."""
     arguments = _arguments(code, last)
     named = [i for i, x in enumerate(arguments) if x.argval == function and x.opname.startswith("LOAD")]
-    # Only what follows the function's name: the tensor before it may come from an expression that names a dtype.
+    # Only what follows the function's name is read: the tensor before it may be an expression that names a dtype.
     return _words_of(_outside_of_calls(arguments[named[-1] + 1 :] if named else arguments))
 
 
@@ -244,7 +244,7 @@ def _words_of_passed(code: CodeType, last: int, callee: CodeType, name: str) -> 
     """Read the expression that the call of `callee` at offset `last` passes as `name`; None if it cannot be read."""
     instructions, call = _arguments(code, last), _at(code, last)
     is_of_callee = callee.co_name == "forward" or any(x.argval == callee.co_name for x in instructions)
-    # Any other call is that of a wrapper, which passes its argument on as *args.
+    # Any other call comes from a wrapper, which passes its arguments on as *args.
     if not is_of_callee or call.opname not in ("CALL", "CALL_KW", "PRECALL") or call.arg is None:
         return None
     keywords: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ class _Replay:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
         self.function, self.start = function, start
-        # The marks of the arguments are kept here: the recomputation gets other tensors with the same numbers.
+        # The marks of the arguments are stored, because the recomputation gets other tensors with the same numbers.
         self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
         stands_in = start.scope.stands_in
         self.weights = [isinstance(x, Tensor) and (is_weight(x) or stands_in(x)) for x in args]
@@ -45,7 +45,7 @@ class _Replay:
         self.noise = noise_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The forward pass itself, which an emulation runs.
+        # This is the forward pass itself, which runs under emulation.
         if active.emulation is not None:
             return self.function(*args, **kwargs)
         for x, known in zip(args, self.formats, strict=False):
@@ -61,7 +61,7 @@ class _Replay:
         def again(undo: Undo) -> Any:
             replay_noise(self.noise, undo)
             self.start.enter(undo)
-            # Stochastic rounding may have rounded an argument before the checkpoint: its copies are used again.
+            # An argument may have been rounded stochastically before the checkpoint: its copies are used again.
             for x, copies in zip(args, self.copies, strict=False):
                 if copies:
                     active.emulation.know_values(x, copies)
@@ -86,7 +86,7 @@ def _settle(outputs: Any) -> None:
 
 @cache
 def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
-    """Patch torch's checkpoints, once in a process: those that run inside of an emulation recompute inside of it, too.
+    """Patch torch's checkpoints, once in a process, so that a checkpoint in emulated code also recomputes emulated.
 
     position_of: function that returns the position of the forward pass of an emulation.
     """
@@ -97,8 +97,8 @@ def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
     wrap_checkpoints(wrap, _settle)
 
 
-# Saved tensors: those of an operation's backward pass are packed once the operation's result is rounded. An operation
-# may save its result, which is rounded in place afterwards: hooks that pack at once would store the unrounded numbers.
+# Saved tensors: what an operation saves for its backward pass is packed after the operation's result is rounded. If the
+# operation saves its result, which is rounded in place later, hooks that pack at once would store unrounded numbers.
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -1,9 +1,9 @@
 """Conversions between the format and float32: the reported dtype of a tensor, casts, and new tensors.
 
-The format is a dtype below float32 that torch does not have. For bf16 and fp16, torch has a dtype of that name: it is
-the `x.dtype` of a tensor in the format, code that asks for it gets a tensor in the format, and torch.float32 means
-float32 on purpose. In any other format `x.dtype` is torch.float32 for both, and the calling code is read to tell them
-apart.
+The format is a dtype below float32 that torch does not have. For bf16 and fp16, torch has a dtype of the same name.
+This dtype is then the `x.dtype` of a tensor in the format, code that asks for it gets a tensor in the format, and
+torch.float32 means float32 on purpose. For any other format, `x.dtype` is torch.float32 in both cases, and the calling
+code is read to tell them apart.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _ZERO_OR_NOTHING = frozenset(
     zeros zeros_like new_zeros empty empty_like new_empty empty_strided new_empty_strided empty_permuted
     """.split()
 )
-# A type of tensors, without the "torch." or "torch.cuda." before it.
+# Names of tensor types, without the prefix "torch." or "torch.cuda.".
 _TYPES = {torch.bfloat16: "BFloat16Tensor", torch.float16: "HalfTensor"}
 _FLOAT64 = (torch.float64, torch.complex128)
 _WIDE_TYPES = {"FloatTensor": torch.float32, "DoubleTensor": torch.float64}
 
 
 class Asked(Enum):
-    """The dtype that a call asks for its result."""
+    """The dtype that a call requests for its result."""
 
     NOTHING = "no dtype, or one that only the calling code tells"
     NARROW = "the format's"
@@ -76,7 +76,7 @@ DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # a mode's c
 
 
 def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
-    """Return `x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
+    """Return `x.dtype`; for a float32 tensor that is not float32 on purpose, return torch's dtype of the format's name.
 
     frame: the mode's frame, whose caller reads the attribute.
     """
@@ -88,7 +88,7 @@ def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
     # Checkpoints, sharding and tracers ask for the memory's dtype, to make buffers; only a model asks for the format's.
     if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
         return dtype
-    # Remembered: the code may ask for this dtype in a module whose own format has another name.
+    # The dtype is recorded, because code may ask for it in a module whose own format has another name.
     emulation.names.add(name)
     return name  # type: ignore[no-any-return]
 
@@ -96,7 +96,7 @@ def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
 def named_dtype(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Asked]:
-    """Return the arguments with float32, the container, instead of the format's own dtype; and the dtype asked for."""
+    """Return the arguments with the container float32 in place of the format's dtype, and what dtype was requested."""
     name, dtype = emulation.scope.dtype, dtype_in(args, kwargs)
     if call.action is Action.CAST and call.name == "type":
         dtype = _dtype_of_type(args, kwargs) or dtype
@@ -117,7 +117,7 @@ def named_dtype(
 
 
 def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for a view of bits: the bits of a number of the format are not in memory."""
+    """Raise NotImplementedError for a view of bits, because memory holds float32's bits, not those of the format."""
     name, is_ours = emulation.scope.dtype, x.dtype is torch.float32 and not is_marked_wide(x)
     is_of_bits = dtype is not name if is_ours else dtype is name and x.dtype is not name
     if is_of_bits and not (has_process_group() and is_called_by_sharding()):
@@ -130,7 +130,7 @@ def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def _container_for(x: Any, dtype: torch.dtype) -> Any:
-    """Return float32 for the format's dtype, float32's type for its tensor type, and any other argument as it is."""
+    """Replace the format's dtype by float32, and its tensor type by float32's; return other arguments unchanged."""
     if x is dtype:
         return torch.float32
     place, name = _type_named(x)
@@ -153,7 +153,7 @@ def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype
 def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute `torch.result_type`, with the format's own dtype for tensors in the format."""
 
-    # torch promotes by dtype and number of axes alone: tensors of one number without memory stand for the arguments.
+    # torch promotes by dtype and number of axes alone: one-element tensors without memory replace the arguments.
     def standing_for(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -165,7 +165,7 @@ def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...],
 
 
 def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark a gradient, of `x.grad` or of torch.autograd.grad, as float32 on purpose if its tensor is."""
+    """Mark gradients from `x.grad` or torch.autograd.grad as float32 on purpose if their tensors are so marked."""
     if is_attribute := len(args) == 1 and not kwargs:
         inputs, gradients = args[0], (out,)
     else:
@@ -173,7 +173,7 @@ def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict
     for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, gradients, strict=False):
         if not isinstance(gradient, Tensor):
             continue
-        # With the tensors behind transforms, so that the mark is known outside of them, too.
+        # The tensors behind transforms are marked too, so that the mark is known after the transforms end.
         if emulation.has_wide and any(map(is_marked_wide, (x, *layers_behind(x)))):
             emulation.mark_wide(gradient, *layers_behind(gradient))
         # A gradient of torch.autograd.grad is the result of a call: from here on it counts as made here.
@@ -194,7 +194,7 @@ def is_float64(x: Any) -> bool:
 def asks_for_wide(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """True if a call with a dtype asks for float32 by name; or for float64, which never means the format."""
+    """True if a call asks for float32 or float64 by name, or in a model that is not float64, for float64 in any way."""
     if dtype_in(args, kwargs) in _FLOAT64 and not emulation.scope.is_float64:
         return True
     return asks_for_float32(func, call.name, args, kwargs)
@@ -203,7 +203,7 @@ def asks_for_wide(
 def cast(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
 ) -> Any:
-    """Cast a tensor: between float32 and the format, if the call changes no dtype of torch."""
+    """Run a cast; if torch's dtype does not change, it is a cast between float32 and the format."""
     specs = emulation.scope.specs
     if call.name == "type" and len(args) == 1 and not kwargs:
         return _name_of_dtype(emulation, func, args[0])
@@ -228,8 +228,8 @@ def cast(
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
     alias = emulation.aliases.of(x)
     is_ours = is_made_here(x) or (alias is not None and is_made_here(alias.base))
-    # A cast of a result to its own dtype returns the tensor itself, which later writes have to reach. A real
-    # tensor of few bits is widened first. A buffer is read as it is.
+    # A cast of a result to its own dtype returns the tensor itself, which later writes have to reach. A tensor that
+    # really has a dtype of few bits is widened first. A buffer is read as it is.
     stays = (not is_wide and is_ours) or x.dtype not in WIDE_DTYPES
     if is_roundable(x) and not (is_state(x) or emulation.leaves_raw((x,)) or stays):
         x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
@@ -245,7 +245,7 @@ def cast(
         return out
     if is_wide:
         if not is_marked_wide(x) or out is not x:
-            # torch returns the tensor itself, since it is float32 already; the mark must not spread to it.
+            # torch returns the tensor itself, which is float32 already: a copy is marked, and not this tensor.
             out = out.clone() if out is args[0] or out is x else out
             emulation.mark_wide(out)
         return out
@@ -255,7 +255,7 @@ def cast(
         emulation.prepare_target(x)
         return x
     result = emulation.new_operand(out) if is_marked_wide(out) else emulation.operand(out, Rounds.ALL)
-    # torch would have returned the tensor from outside itself: writes to the result go to its memory.
+    # torch would have returned its argument itself, a tensor from outside: writes to the result go to its memory.
     if result is not args[0] and out is x and not is_made_here(args[0]):
         emulation.aliases.add(result, Alias(args[0], own=partial(_itself, args[0])))
     return result
@@ -300,7 +300,7 @@ def make(
     if is_wide:
         emulation.mark_wide(out)
         return out
-    # Zeros are in every format but e8m0, which has none; empty memory has no numbers to round.
+    # Every format except e8m0 has zero; empty memory has no numbers to round.
     spec = emulation.scope.specs.activation
     if spec is not None and call.name in _ZERO_OR_NOTHING and getattr(spec.fmt, "specials", None) != "scale":
         mark(out, spec.text)
@@ -309,7 +309,7 @@ def make(
 
 
 def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor with new numbers; it stays in the format, or float32, as before."""
+    """Fill a tensor with new numbers; a tensor in the format stays in the format, and a float32 one stays float32."""
     x = args[0] if args else next((y for y in kwargs.values() if isinstance(y, Tensor)), None)
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return call(func, args, kwargs)
@@ -323,8 +323,8 @@ def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, 
 def set_data(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run `x.data = y` or `torch.ops.aten.set_`: the tensor takes the other's memory, and its dtype with it."""
-    # `x.set_(y)` itself reaches no mode: it counts as a write, after which the tensor is rounded again.
+    """Run `x.data = y` or `torch.ops.aten.set_`, after which `x` has the memory of `y` and its dtype."""
+    # `x.set_(y)` reaches no mode. It counts as a write, after which `x` is rounded again.
     x, other = args[0], next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
     out = call(func, args, kwargs)
     if other is not None and not isinstance(x, nn.Parameter):
@@ -338,8 +338,8 @@ def set_data(
 def for_each(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Apply a function of lists to each tensor: those of the format are rounded, others stay as they are."""
-    # The others are parameters, states and gradients, which come from outside: optimizers work on lists of them.
+    """Run a function of lists: results for tensors in the format are rounded, all others stay as they are."""
+    # The other tensors are parameters, states and gradients from outside: optimizers work on lists of them.
     first = args[0] if args and isinstance(args[0], list | tuple) else ()
     for others in (*args[1:], *kwargs.values()):
         for i, y in enumerate(others if type(others) in (list, tuple) else (others,)):
@@ -348,12 +348,12 @@ def for_each(
             x = first[i]
             is_mixed = y.dtype not in FLOATING or x.dtype not in FLOATING
             if emulation.has_wide and not is_mixed:
-                # `is_marked_wide` of both, without the calls: an optimizer has thousands of tensors.
+                # This is `is_marked_wide` of both tensors, without the calls: an optimizer has thousands of tensors.
                 known: Any = getattr(x, MARK, None)
                 other: Any = getattr(y, MARK, None)
                 is_mixed = (bool(known) and known[0] == WIDE) is not (bool(other) and other[0] == WIDE)
                 is_mixed = is_mixed and (known is not None or not call.in_place)
-            # torch does the same with lists of several dtypes.
+            # torch also computes tensor by tensor if lists have several dtypes.
             if is_mixed:
                 return _each_alone(emulation, call, first, args, kwargs)
     if call.in_place and len(first) > 1:
@@ -401,7 +401,7 @@ def _only(x: Any) -> Any:
 
 
 def _is_ours(emulation: Any, call: Call, x: Tensor) -> bool:
-    """True if `x` has the format's dtype: emulated results, and parameters read in an optimizer's step."""
+    """True if `x` counts as in the format: an emulated result, or a parameter that an optimizer's step reads."""
     return is_made_here(x) or (emulation.scope.write is not None and not call.in_place and emulation.is_stored(x))
 
 
@@ -417,7 +417,7 @@ def _of_one(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 def _in_place(
     emulation: Any, func: Callable[..., Any], call: Call, x: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Write the result to one tensor of a list."""
+    """Run a function of lists in place on one tensor of a list."""
     is_wide, is_stored = is_marked_wide(x), emulation.is_stored(x)
     is_in_step = is_stored and emulation.scope.write is not None
     spec = emulation.scope.specs.activation if is_in_step or not is_stored else spec_of_memory(emulation, x)
@@ -427,7 +427,7 @@ def _in_place(
     takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) in (float, int) and x.is_cpu
 
     def write(target: Tensor, *rest: Any, **named: Any) -> None:
-        # On the CPU torch casts the number to the tensor's own dtype here; its backward pass uses the number itself.
+        # On the CPU torch casts the number to the tensor's dtype here; its backward pass uses the number uncast.
         product = target.detach() * number_in_format(number, spec.fmt) if takes_number and spec else None
         func([target], *rest, **named)
         if product is not None:

@@ -1,4 +1,4 @@
-"""Functions of torch that are several operations each, written out; recurrent layers are in `recurrent`."""
+"""Torch functions that hide several operations, written as these operations; recurrent layers are in `recurrent`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fpsim.torch_modes import over_positions
 
 __all__ = ["by_operations", "flex_attention"]
 
-# Functions of torch that are many operations, in Python: their inside is emulated call by call.
+# Python versions of torch functions that hide many operations: each operation in them is emulated.
 _decomposed: dict[Any, Callable[..., Any]] = {
     torch.ldexp: lambda input, other, **out: _ldexp(input, other, **out),
     Tensor.ldexp: lambda self, other: _ldexp(self, other),
@@ -34,7 +34,7 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 def by_operations(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the result of a call of several operations, each emulated; NotImplemented if torch itself has to run it.
+    """Return the result of a call whose operations are emulated one by one; NotImplemented if torch has to run it.
 
     Raises NotImplementedError for a function of `REFUSE`.
     """
@@ -58,15 +58,15 @@ def by_operations(
 
 
 def _ldexp(x: Tensor, other: Tensor, **out: Any) -> Tensor:
-    """Compute ldexp as torch does: x times a power of two of its own dtype."""
-    # With integer exponents the result has x's dtype; with floating ones it is promoted.
+    """Compute ldexp as torch does: multiply x by a power of two, whose dtype follows from the exponents."""
+    # With integer exponents, the result has the dtype of x. With floating-point exponents, torch promotes.
     made = torch.mul(x, torch.pow(2.0, other), **out)
     return made.type_as(x) if x.is_floating_point() and not (out or other.is_floating_point()) else made
 
 
 def _is_elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a loss returns a number for each pair."""
-    # Native kernels then round the difference first, also on cards. With a sum they compute in float32 inside.
+    """True if a loss is not reduced: it returns one number for each pair of elements."""
+    # Native kernels of an unreduced loss round the difference first, also on cards. With a sum they compute in float32.
     named = {name: x for name, x in kwargs.items() if x is not None}
     if len(args) != 2 or named != {"reduction": "none"}:
         return False
@@ -87,7 +87,7 @@ def flex_attention(
     """Compute flex_attention as `math_attention` of torch/_higher_order_ops/flex_attention.py does, call by call.
 
     Scores and weights are float32 on purpose; `score_mod` gets float32 scores. The weights are cast to the query's
-    format for their product with the values, and the product is rounded. Call it under the emulation's mode.
+    format for their product with the values, and the product is rounded. The emulation's mode has to be active.
 
     query: (batch, heads, positions, features). key, value: the same, with another length and perhaps fewer heads.
     Returns the result, in the query's order of strides; log2 of the sums of exponentials; and the largest score divided
@@ -100,8 +100,8 @@ def flex_attention(
             f"Products(attention=True) cannot quantise inside of it. To do: call F.scaled_dot_product_attention with a "
             f"mask, or write the products with @."
         )
-    # Written here and not taken from torch's file, which reads `query.dtype`: outside of a model's own code this
-    # dtype is float32, so that the casts would do nothing.
+    # torch's own function is not called, because it reads `query.dtype`. Outside of a model's own code this dtype is
+    # float32, so that the function's casts would do nothing.
     if scope.rounds_nothing or query.dtype is torch.float64:
         wide_query, wide_key = query, key
     else:
@@ -125,6 +125,6 @@ def flex_attention(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Copy `x` to the order of strides of another tensor, but with the last axis the innermost."""
+    """Copy `x` to the stride order of another tensor, except that the last axis becomes the innermost one."""
     order = [*sorted(range(x.dim() - 1), key=like.stride, reverse=True), x.dim() - 1]
     return x.permute(order).contiguous().permute(*[order.index(i) for i in range(x.dim())])

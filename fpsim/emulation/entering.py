@@ -53,9 +53,9 @@ def watch_threads() -> None:
 
     Modules of a quantised model enter their own emulation in the thread that calls them.
     """
-    # Threads get a warning instead of emulation: sites are counted in the order of calls, which threads do not have.
+    # Threads get a warning instead of emulation: sites are numbered in the order of calls, which threads do not fix.
     start = threading.Thread.start
-    # Threads of pools outlive the call that starts them: there each piece of work is watched, and not the thread.
+    # Threads of pools outlive the call that starts them: in pools, each task is watched instead of the thread.
     of_pools = {pool.__module__ for pool in _POOLS}
 
     @functools.wraps(start)
@@ -79,7 +79,7 @@ def watch_threads() -> None:
 
 
 def _giving_watched(method: Any) -> Any:
-    """Wrap a method of a pool whose first argument is a function."""
+    """Wrap a pool's method, whose first argument is a function, so that this function is watched."""
 
     @functools.wraps(method)
     def give(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def _giving_watched(method: Any) -> Any:
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, with a warning when it computes, if the caller is emulated code."""
+    """Return `function`; if the caller is emulated code, wrap it to warn when it computes."""
     emulation = active.emulation
     if emulation is None or emulation.scope.rounds_nothing or emulation.scope.listeners in _warned:
         return function
@@ -121,7 +121,7 @@ class _Unemulated(TorchFunctionMode):
         return listeners is not None and listeners not in _warned
 
     def _warn(self, operation: str) -> None:
-        # Two threads may come here at once.
+        # Two threads may reach this point at once.
         with _lock:
             if not self._is_due():
                 return
@@ -140,7 +140,7 @@ def _is_of_numbers(x: Tensor) -> bool:
 
 
 def enter(scope: Scope, undo: Undo) -> None:
-    """Put `scope` in force, in the mode that is active in this thread, or in a new one."""
+    """Activate `scope` in the mode that is active in this thread, or in a new mode."""
     emulation: Emulation | None = active.emulation
     # A call of a model begins here, unless one of its own modules calls another.
     if emulation is None or emulation.scope.listeners is not scope.listeners:
@@ -157,7 +157,7 @@ def enter(scope: Scope, undo: Undo) -> None:
 
 
 def _warn_of_inner(emulation: Emulation, scope: Scope) -> None:
-    """Warn of a block that began inside of this one and has not ended: from here on it computes in float32."""
+    """Warn if a block that began inside of this one has not ended: from here on the inner block rounds nothing."""
     if emulation.scope is not scope:
         warnings.warn(
             "A block of fpsim.emulate was left before one that began inside of it, and that one rounds nothing from "
@@ -209,7 +209,7 @@ def _run_in(
         active.emulation, emulation.scope, emulation.has_names = None, _NOTHING, False
         try:
             take_off(emulation)
-        # A signal came before `take_off`, or within it.
+        # A signal arrived before `take_off`, or within it.
         except BaseException:
             take_off(emulation)
             raise
@@ -255,8 +255,8 @@ def _end(emulation: Emulation) -> None:
 
 def take_off_leftovers() -> None:
     """Remove modes that an interrupted call has left on torch's stack, and warn."""
-    # torch pops a mode and pushes it again around each of its Python functions (`_pop_mode_temporarily`). After a
-    # signal within that, it pushes the mode only when the traceback is collected, after we have removed it.
+    # torch pops a mode and pushes it again around each of its Python functions (`_pop_mode_temporarily`). If a signal
+    # arrives meanwhile, torch pushes the mode only when the traceback is collected, after we have removed the mode.
     leftovers = [mode for mode in modes() if _is_leftover(mode)] if any_mode() else []
     if not leftovers:
         return
@@ -275,7 +275,7 @@ def _is_leftover(mode: TorchFunctionMode) -> bool:
     return getattr(mode, "has_ended", False)
 
 
-# The scope of a mode that has ended: on whichever stack it still is, it rounds nothing.
+# The scope of modes that have ended: such a mode rounds nothing, even if it is still on a stack.
 _NOTHING = Scope("", NO_SPECS, (), Listeners())
 
 
@@ -298,7 +298,7 @@ class Position:
         return next((copies for reference, copies in self.operands.items() if reference() is x), None)
 
     def enter(self, undo: Undo) -> None:
-        """Put the emulation back to this position, until it is undone."""
+        """Activate the emulation at this position until `undo` ends it."""
         self.scope.counts = dict(self.counts)
         emulation = Emulation(self.scope, self.aliases, self.has_names)
         emulation.names |= self.names
@@ -350,8 +350,8 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
 
 def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Undo) -> None:
-    # A format's name always means the same: its blocks check it once, and plan each function once. A Policy may hold
-    # mappings, which can change between two blocks.
+    # A format's name always means the same format: all its blocks share one check of the arguments and the plans of
+    # functions. A Policy may hold mappings, which can change between two blocks.
     if isinstance(fmt, str) and (rounding is None or isinstance(rounding, str)):
         scope = _scope_of_name(fmt, rounding)
     else:

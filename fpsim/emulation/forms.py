@@ -1,4 +1,4 @@
-"""The forms of a product: where its sums run, and how its two gradients follow from its operands.
+"""The forms of a product: over which axes it sums, and how its two gradients follow from its operands.
 
 A product is linear in each of x and w. Its gradients are therefore products of the same kind, whose operands may be
 quantised again: `dx = vjp(f, at=w)(dy)`. `ByVjp` does this for any such function; the other forms are written by hand.
@@ -56,7 +56,7 @@ class Form(Protocol):
     groups: int  # how many sums lie one behind the other along the axes of fprop and dgrad
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Return x or dy with the axes that the sides name. w has these axes already."""
+        """Return x or dy in the layout that the sides describe; w already has its layout."""
         ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,7 +178,7 @@ class Convolution:
 
 
 class ByVjp:
-    """Any function f(x, w) that is linear in each of them; its gradients are the vjp of f at other operands."""
+    """Any function f(x, w) that is linear in x and in w; its gradients are vjps of f at the given operands."""
 
     groups = 1
 
@@ -194,7 +194,7 @@ class ByVjp:
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
         with torch.enable_grad():
-            # f is linear in x: its gradient is the same at any x, such as zeros.
+            # f is linear in x, so that its gradient is the same at any x: zeros are used.
             x = dy.new_zeros(self.shapes[0]).requires_grad_()
             return torch.autograd.grad(self._f(x, w), x, dy)[0]
 
@@ -207,7 +207,7 @@ class ByVjp:
         raise AssertionError("a bias is added outside")
 
 
-# The same as products of matrices
+# The same forms, as products of matrices
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (n, i, k) by (n, k, j), and the addend: (n, i, j)
@@ -215,14 +215,14 @@ Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
 
 
 def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
-    """Return the same product, whose sums in fprop, dgrad and wgrad `multiply` computes; None leaves a sum to torch.
+    """Return the same product, with the sums of fprop, dgrad and wgrad computed by `multiply`; None means by torch.
 
     Raises NotImplementedError for a form that is not known as a product of matrices.
     """
     for kind, made in ((Linear, _Linear), (Batched, _Batched), (Convolution, _Convolution)):
         if isinstance(form, kind):
             matrices = made(form, tuple(own or _torchs for own in multiply))  # type: ignore[arg-type]
-            # Set on the instance, so that a product without an accumulator keeps the form's own method.
+            # The method is set on the instance, so that a product without an accumulator keeps the form's own method.
             for name, own in zip(("forward", "data_gradient", "weight_gradient"), multiply, strict=True):
                 if own is None:
                     setattr(matrices, name, getattr(form, name))
@@ -234,8 +234,8 @@ def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
 
 
 def in_order(form: Form, accumulators: Sequence[Accumulator]) -> Sequence[Accumulator]:
-    """Return the accumulators of the three products, with operands in the order in which `in_matrices` has them."""
-    # These forms multiply x by dy for the weight gradient; an accumulator with a format for each operand has dy first.
+    """Return the accumulators of the three products, with operands in the order in which `in_matrices` passes them."""
+    # These forms multiply x by dy for the weight gradient. An accumulator with a format per operand expects dy first.
     is_turned = form.settings.transposed if isinstance(form, Convolution) else isinstance(form, Batched)
     return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators
 
@@ -314,7 +314,7 @@ class _Convolution(Convolution):
         return _from_rows(y, x.shape[0], out)
 
     def _transposed(self, multiply: Multiply, x: Tensor, w: Tensor, size: Sequence[int], bias: Tensor | None) -> Tensor:
-        """Insert zeros between the elements of x, and convolve it with the kernel turned around."""
+        """Insert zeros between the elements of x, and convolve the result with the flipped kernel."""
         s, n = self.settings, len(w.shape) - 2
         spread = x.new_zeros(*x.shape[:2], *((length - 1) * step + 1 for length, step in zip(x.shape[2:], s.stride)))
         places: tuple[Any, ...] = (..., *(slice(None, None, step) for step in s.stride))
@@ -416,7 +416,7 @@ def _read(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
         operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
         left, arrow, right = args[0].replace(" ", "").partition("->")
         terms, out = left.split(","), right if arrow else None
-    # The other form of arguments: operands, each followed by a list of the numbers of its axes.
+    # In the other form of arguments, each operand is followed by a list of the numbers of its axes.
     else:
         operands, lists = list(args[0 : len(args) // 2 * 2 : 2]), list(args[1::2])
         terms = [_from_numbers(numbers) for numbers in lists]
@@ -437,7 +437,7 @@ def _without_ellipses(terms: list[str], operands: list[Tensor], out: str | None)
     hidden = [x.dim() - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, operands, strict=True)]
     most = max(hidden, default=0)
     names = "".join(unused[:most])
-    # The last names: ellipses of different lengths are aligned at the right, as broadcasting aligns axes.
+    # The last names are used: ellipses of different lengths are aligned at the right, as broadcasting aligns axes.
     full = [t.replace("...", names[most - n :]) for t, n in zip(terms, hidden, strict=True)]
     if any(n < 0 for n in hidden) or any(len(t) != x.dim() for t, x in zip(full, operands, strict=True)):
         return None
@@ -449,7 +449,10 @@ def _without_ellipses(terms: list[str], operands: list[Tensor], out: str | None)
 
 
 def _simple_term(term: str, x: Tensor, sizes: dict[str, int], wanted: set[str]) -> tuple[str, Tensor]:
-    """Return a term and its operand without repeated letters, letters of no other term, and broadcast axes."""
+    """Return a term and its operand without repeated letters, unwanted letters and broadcast axes.
+
+    wanted: the letters of the other terms and of the result.
+    """
     letters = "".join(dict.fromkeys(term))
     kept = "".join(c for c in letters if c in wanted)
     if kept != term:
@@ -463,9 +466,9 @@ def _simple_term(term: str, x: Tensor, sizes: dict[str, int], wanted: set[str]) 
 
 @dataclass(frozen=True)
 class Contraction:
-    """Two operands and their result by letters.
+    """Contraction of two operands, described by the letters of their axes.
 
-    equation: as torch.einsum takes it.
+    equation: the formula that torch.einsum takes.
     batch: letters of both operands and the result.
     inner: letters of both operands, which are summed over.
     rows: letters of the first operand and the result.

@@ -1,4 +1,4 @@
-"""Weights that are rounded once: their rounded copies, kept from call to call while the weights are frozen."""
+"""Cache of rounded copies of weights, which are used from call to call while the weights are frozen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Kept(NamedTuple):
 
     writes: how often the weight had been written to when the copy was made.
     make: function that makes the copy again from the weight.
-    is_by_number: whether each number is rounded on its own: a part of the weight then rounds to that part of the copy.
+    is_by_number: whether each number is rounded alone: a part of the weight then rounds to the same part of the copy.
     """
 
     writes: int
@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
 
 
 class KeptWeights:
-    """Cache of the rounded weights of one model, filled by the first call that uses each.
+    """Cache of the rounded weights of one model; the first call that uses a weight fills its entry.
 
     name_of: function that returns the name of a weight, for an error.
     """
@@ -44,7 +44,7 @@ class KeptWeights:
         self._copies: ByIdentity[bool] = ByIdentity()  # True for each copy: a product quantises it once more
 
     def is_kept(self, x: Tensor) -> bool:
-        """True if `x` is a parameter, or the kept copy of one."""
+        """True if `x` is a parameter, or the cached copy of a parameter."""
         return type(x) is nn.Parameter or self._copies.get(x) is not None
 
     def find(self, x: Tensor, key: Hashable) -> Tensor | None:
@@ -68,7 +68,8 @@ class KeptWeights:
         copies = self._kept.get(x)
         if copies is None:
             copies = self._kept[x] = {}
-        # Made outside of inference mode, whose tensors autograd cannot save: a later call may need a gradient.
+        # The copy is made outside of inference mode, because a later call may need a gradient, and autograd cannot save
+        # inference tensors.
         with plain_tensors():
             kept = copies[key] = _Kept(writes_to(x), make(x), make, is_by_number)
         self._copies[kept.copy] = True
@@ -77,8 +78,8 @@ class KeptWeights:
     def require_unchanged(self) -> None:
         """Raise RuntimeError for a weight that has changed since it was rounded, by any kind of write."""
         for x, copies in self._kept.items():
-            # Each copy is made again and compared, because `w.data` and NumPy write without raising the version
-            # counter. A copy of a copy needs no comparison: nobody else can write to the copy that it is made of.
+            # Each copy is made again and compared, because writes through `w.data` and NumPy do not raise the version
+            # counter. A copy of a copy needs no comparison, because no other code can write to the first copy.
             is_weight = self._copies.get(x) is None
             for kept in copies.values():
                 if kept.writes != writes_to(x) or (is_weight and not _is_still(kept, x)):
@@ -99,7 +100,7 @@ def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
     first, operand = specs.fprop
     if operand is None or operand.rounding == "stochastic" or operand.is_delayed or operand.is_own:
         return None
-    # Clipping records in each call which numbers saturate; x's Hadamard transform is applied to w as well.
+    # With clipping, each call records which numbers saturate. A Hadamard transform of x is applied to w as well.
     is_changed = operand.ste == "clip" or (first is not None and first.hadamard is not None)
     return None if is_changed else (str(operand), side)
 
@@ -108,7 +109,7 @@ _AT_ONCE = 1 << 16  # the most numbers that are made again at once: they fit the
 
 
 def _is_still(kept: _Kept, x: Tensor) -> bool:
-    """True if rounding the weight now gives this copy."""
+    """True if rounding the weight `x` now gives the cached copy again."""
     if not (kept.is_by_number and x.is_contiguous() and kept.copy.is_contiguous()):
         return _same_bits(kept.copy, kept.make(x))
     parts = zip(*(y.detach().view(-1).split(_AT_ONCE) for y in (kept.copy, x)), strict=True)

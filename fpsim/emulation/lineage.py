@@ -17,7 +17,7 @@ __all__ = ["attended_among", "follow_attention", "know_copy", "note_views_of_wei
 
 def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
     """Return the prepared arguments, by id, that are weights."""
-    # The call's own arguments are asked: the prepared ones may be rounded copies, which have no role.
+    # The call's own arguments are checked, because the prepared ones may be rounded copies, which have no role.
     pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
     return {id(made): made for x, made in pairs if is_view_of_weight(x) or scope.stands_in(x)}
 
@@ -26,7 +26,7 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
     """Mark views, copies and slices of a weight as weights, for products and for a scaling."""
     if scope.products is None and scope.listeners.scaling is None:
         return
-    # A look-up in an embedding moves numbers of a weight, and its result is an activation.
+    # A look-up in an embedding moves numbers of a weight, but its result is an activation.
     if call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
         return
     operands = typed_in(args, kwargs)
@@ -37,9 +37,9 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
 
 
 def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Attended]:
-    """Return the states, by id, of prepared arguments that come from q k^T of an attention whose points are rounded."""
+    """Return the states of prepared arguments that come from q k^T of an attention with rounding points, by id."""
     known = scope.listeners.attended
-    # Almost every call ends here: only models whose attention has points hold such tensors.
+    # Almost every call returns here, because only attention with rounding points records such tensors.
     if not known.held:
         return {}
     pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
@@ -56,7 +56,7 @@ def follow_attention(
         return
     first = args[0] if args else None
     if isinstance(first, Tensor) and known.get(first) is not None:
-        # Writes to x.data raise no version counter: from here on, nothing is known of its numbers.
+        # Writes through x.data do not raise the version counter: from here on, the numbers of x are unknown.
         if call.name == "data" or call.writes_to_first(args, kwargs):
             known[first] = Attended(None, None)
     source = next((x for x in typed_in(args, kwargs) if known.get(x) is not None), None)
@@ -64,8 +64,8 @@ def follow_attention(
         return
     found = known.get(source)
     assert found is not None
-    # A computed result with the same rows still belongs to the attention, but has no scores: its product with the
-    # values is then rounded at the points, or refused if keys come in blocks, which need the scores.
+    # A computed result with the same rows still belongs to the attention, but has no scores. Its product with the
+    # values is rounded at the rounding points, or refused if keys come in blocks, because blocks need the scores.
     for x in tensors_in(out):
         is_moved = call.action is Action.MOVE and source is first
         if known.get(x) is None and (is_moved or x.shape[-2:-1] == source.shape[-2:-1]):
@@ -83,7 +83,7 @@ def _moved(
     found: Attended, source: Tensor, x: Tensor, function: Callable[..., Any], call: Call, args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Attended:  # fmt: skip
-    """Return the state of a result: with scores, if the call moves the weights and can move these alike; else none."""
+    """Return the state of a result: with scores if the call can move weights and scores alike; else without."""
     if found.scores is None or call.action not in (Action.MOVE, Action.CAST):
         return Attended(None, None)
 
@@ -101,7 +101,7 @@ def _moved(
     return found if x.shape == source.shape else found.moved(move)
 
 
-# Operations that move no number along the axes of queries and keys, where these stay the last two.
+# Operations that move no number along the axes of queries and keys, if these remain the last two axes.
 KEEPING = frozenset(
     "contiguous clone view reshape view_as reshape_as unsqueeze squeeze flatten unflatten expand expand_as".split()
 )
@@ -115,7 +115,7 @@ def _permuted(name: str, dims: tuple[Any, ...], n: int) -> list[int] | None:
         flat = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
         return [d % n for d in flat]
     a, b = dims if len(dims) == 2 else (-1, -2)
-    # t and H refuse more than two axes, and T, deprecated there, reverses all of them.
+    # With more than two axes, t and H raise an error, and T, which is deprecated there, reverses all axes.
     if n < 2 or (not dims and name in ("t", "T", "H") and n > 2):
         return None
     axes[a], axes[b] = axes[b], axes[a]

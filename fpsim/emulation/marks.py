@@ -51,7 +51,7 @@ __all__ = [
     "writes_to",
 ]
 
-# This follows the format in a weight's mark: a module that uses the tensor as an activation still has to round it.
+# Suffix of the format in a weight's mark, so that a module that uses the tensor as an activation still rounds it.
 OF_A_WEIGHT = " of a weight"
 # The mark of tensors that are float32 on purpose, and not in the format.
 WIDE = "wide"
@@ -59,10 +59,10 @@ MARK = "_fpsim"  # the attribute of a tensor where its mark is
 
 
 # A mark is a plain tuple, because torch.save writes it with the tensor, and torch.load(weights_only=True) takes no
-# class. It holds the rounding's text, the number of writes to the tensor until then, the scale of a gradient (None for
-# 1), and whether the gradient has a place where it is rounded: a leaf has none, nor has a tensor that requires a
-# gradient only later. The mark is valid until the tensor is written to. WIDE stands for a dtype, not for values, and
-# stays valid after writes.
+# class. It holds the rounding's text, the number of writes to the tensor when it was marked, the scale of a gradient
+# (None for 1), and whether the tensor has a graph node at which its gradient is rounded. This is False for a leaf, and
+# for a tensor that requires a gradient only later. The mark is valid until the tensor is written to. WIDE stands for a
+# dtype, not for values, and stays valid after writes.
 Mark = tuple[str, int | None, Tensor | None, bool]
 
 WIDE_MARK: Mark = (WIDE, 0, None, True)  # one for all tensors that are float32 on purpose, known by identity
@@ -97,7 +97,7 @@ def is_weight(x: Tensor) -> bool:
 
 
 def mark_as_view_of_weight(x: Tensor) -> None:
-    """Mark `x` as holding values of a weight and nothing else: a product with it is one with a weight."""
+    """Mark `x` as holding values of a weight and nothing else: a product with `x` counts as a product with a weight."""
     if not is_weight(x):
         x._fpsim_view_of_weight = True  # type: ignore[attr-defined]
 
@@ -147,19 +147,19 @@ def writes_behind(x: Tensor) -> Any:
     """Return a value that changes whenever `x` is written to, also for the tensors of a transform."""
     if not has_transform():
         return writes_to(x)
-    # A tensor that vmap shows counts no writes; the memory behind it does.
+    # A tensor inside of vmap counts no writes, but the tensors behind it do.
     return (writes_to(x), *[version_of(y) for y in layers_behind(x) if not y.is_inference()])
 
 
 def is_leaf(x: Tensor) -> bool:
     """True if `x`, which requires a gradient, is not the result of an operation."""
-    # A view is a result; torch raises an error if it is asked whether a view whose base changed is a leaf.
+    # A view is a result of an operation. torch's `is_leaf` raises an error for a view whose base has changed.
     return base_of(x) is None and x.is_leaf
 
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
-    """Mark `x` as rounded in the way that `text` names, at this scale."""
-    # `writes_to` and `is_leaf` written out: this runs for every result.
+    """Mark `x` as rounded at this scale by the rounding that `text` names."""
+    # `writes_to` and `is_leaf` are inlined, because this runs for every result.
     is_inference = x.is_inference()
     writes = _inference_version if is_inference else version_of(x)
     has_place = x.requires_grad and not (base_of(x) is None and x.is_leaf)
@@ -185,7 +185,7 @@ def mark_wide(x: Tensor) -> None:
     global _has_wide
     _has_wide = True
     x._fpsim = WIDE_MARK  # type: ignore[attr-defined]
-    # The tensors behind it outlive the transform.
+    # The tensors behind a transform's tensors outlive the transform.
     if has_transform():
         for y in layers_behind(x):
             y._fpsim = WIDE_MARK  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def is_marked_wide(x: Tensor) -> bool:
 
 
 def is_wide_tensor(x: Any) -> bool:
-    """True if an argument is a tensor that is float32 on purpose, and could be in the format."""
+    """True if an argument is a roundable tensor that is float32 on purpose."""
     return isinstance(x, Tensor) and is_roundable(x) and is_marked_wide(x)
 
 
@@ -210,7 +210,7 @@ def was_any_made_wide() -> bool:
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
-    """Return `new` or WIDE_MARK, if that is the only mark of a dense float32 tensor; None for any other tensor.
+    """Return `new` or WIDE_MARK if a dense float32 tensor has this mark and no other one; else None.
 
     new: a mark from `mark_of_new`.
     """
@@ -221,7 +221,7 @@ def alone_of(x: Tensor, new: Mark) -> Mark | None:
     if x.layout is not torch.strided:
         return None
     mark = notes.get(MARK)
-    # An inference tensor never has this mark, as `mark` makes another tuple for it: `version_of` may be asked.
+    # An inference tensor, which has no version, never has this mark, because `mark` makes another tuple for it.
     if mark is new:
         return None if version_of(x) or x.requires_grad else new
     if mark is WIDE_MARK:
@@ -239,7 +239,7 @@ def mark_like(x: Tensor, known: str) -> None:
 
 
 def unmark(x: Tensor) -> None:
-    """Drop the mark of `x`, but still know it as the result of an emulated call."""
+    """Drop the format of `x`, which still counts as the result of an emulated call."""
     x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
 
 
@@ -257,9 +257,9 @@ def mark_of(x: Tensor) -> Mark | None:
 
 
 def format_of(x: Tensor) -> str | None:
-    """Return the format that `x` is in; None if it is unknown, or for a gradient rounded at a scale."""
+    """Return the format of `x`; None if the format is unknown, or if `x` is a gradient rounded at a scale."""
     mark = getattr(x, "_fpsim", None)
-    # Numbers rounded at a scale may lie between the format's values. An empty mark is a copy of one at a scale.
+    # Numbers rounded at a scale may lie between the format's values. An empty mark is the copy of a mark with a scale.
     if not mark or mark[2] is not None:
         return WIDE if mark is None and has_transform() and _is_wide_behind(x) else None
     if mark[0] == WIDE:
@@ -280,18 +280,18 @@ def is_made_here(x: Tensor) -> bool:
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
-    """True if this very tensor was rounded by `spec` at this very scale, on the other side of an addition or a view."""
+    """True if this tensor object was rounded by `spec` at this scale before it passed through an addition or a view."""
     # The scale is compared by identity: a comparison of numbers would wait for the GPU.
     mark = mark_of(gradient)
     return mark is not None and mark[0] == spec.text and mark[2] is log2_scale
 
 
 def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
-    """Mark this very tensor as rounded by `spec` at this very scale."""
+    """Mark this tensor object as rounded by `spec` at this scale."""
     mark(gradient, spec.text, log2_scale)
 
 
-# A weak dictionary with tensors as keys. WeakKeyDictionary compares keys by `==`, which tensors answer with a tensor.
+# A weak dictionary with tensors as keys. WeakKeyDictionary compares keys by `==`, which returns a tensor for tensors.
 
 
 Value = TypeVar("Value")
@@ -310,7 +310,7 @@ class ByIdentity(Generic[Value]):
 
     def get(self, x: Tensor) -> Value | None:
         """Return the value of a tensor, or None."""
-        # The reference is compared too: the id may be that of a tensor that is gone, whose callback has not run.
+        # The reference is compared too: the id may be that of a freed tensor, whose callback has not run yet.
         found = self.held.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
@@ -320,7 +320,7 @@ class ByIdentity(Generic[Value]):
         found = self.held.get(key)
         if found is not None and found[0]() is x:
             return found[1]
-        # Weak, as a cycle through the callback would keep all values alive until the garbage collector runs.
+        # A strong reference would make a cycle, which keeps all values alive until the garbage collector runs.
         own = weakref.ref(self)
 
         def forget(_: object) -> None:
@@ -341,7 +341,7 @@ class ByIdentity(Generic[Value]):
 
 
 def forget_everywhere(x: Tensor) -> None:
-    """Remove `x` from every dictionary: its contents are about to be those of another tensor."""
+    """Remove `x` from every dictionary, because its contents are about to be swapped with those of another tensor."""
     # The callbacks of its weak references are found by their module, and run as if the tensor were gone.
     for reference in weakref.getweakrefs(x):
         callback = reference.__callback__

@@ -92,7 +92,7 @@ FLOAT32 = rounding_spec("fp32")  # the rounding that an observer gets for a resu
 
 
 class Emulation(Roundings, TorchFunctionMode):
-    """The emulated twin of `torch.autocast`: one per thread, with the scope of the running module."""
+    """Mode of one thread that emulates torch calls in the scope of the running module: a twin of `torch.autocast`."""
 
     _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
 
@@ -107,7 +107,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A read of `x.dtype` comes first: it needs none of the rest. A variable for the frame would make a cycle.
+        # Reads of `x.dtype` come first: they need nothing below. A variable for the frame would make a reference cycle.
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe() if is_dynamo_compiling() else own_frame(), args[0])
         kwargs = kwargs or {}
@@ -129,7 +129,7 @@ class Emulation(Roundings, TorchFunctionMode):
                     return body(*args, **kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
-        # The mask's own function calls attention with a tensor, or with flags.
+        # The `__torch_function__` of a mask class calls attention again, with a plain tensor as its mask or with flags.
         if types and (mask := mask_among(types)) is not None:
             with self:
                 return mask.__torch_function__(func, types, args, kwargs)
@@ -142,7 +142,7 @@ class Emulation(Roundings, TorchFunctionMode):
             args, kwargs, asked = named_dtype(self, call, args, kwargs)
         specs = scope.specs
         rounds_nothing = specs is NO_SPECS
-        # Collectives move bytes: the calls of a sharding library between modules are not the model's.
+        # A sharding library calls torch between modules, only to move bytes: these calls do not belong to the model.
         if (
             action is Action.PASS
             or (rounds_nothing and scope.products is None)
@@ -162,7 +162,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 return out
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
-        # Hooks of saved tensors wait until the result is rounded: the operation may save it.
+        # Hooks of saved tensors run after the result is rounded, because the operation may save its result.
         try:
             if hooks is None:
                 out = run(func, call, args, kwargs, asked)
@@ -176,7 +176,7 @@ class Emulation(Roundings, TorchFunctionMode):
             raise RuntimeError(str(error)) from None
 
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as it is."""
+        """Run a call without rounding; record a write to its first argument, and mark gradients that it returns."""
         out = call(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and call.writes_to_first(args, kwargs):
             note_write(self, args[0])
@@ -187,9 +187,9 @@ class Emulation(Roundings, TorchFunctionMode):
     def _emulated(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """Run a call by the treatment of its kind."""
+        """Run an emulated call: dispatch it to the treatment of casts, views, reads, writes or computations."""
         first = args[0] if args else None
-        # A dropout that drops nothing rounds nothing. In a compiled program its result is a copy.
+        # A dropout that drops nothing returns its input, unrounded. In a compiled program it returns a copy.
         if call.drops is not None and isinstance(first, Tensor) and call.drops_nothing(args, kwargs):
             out = call(func, args, kwargs)
             if out is not first:
@@ -202,7 +202,7 @@ class Emulation(Roundings, TorchFunctionMode):
         written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
-        # Under a transform `x.data` is the tensor's own memory, and no view of a rounded copy.
+        # Under a transform `x.data` shares the memory of `x`, and is not a view of a rounded copy.
         if call.name == "data" and isinstance(first, Tensor) and has_transform():
             out = call(func, args, kwargs)
             self.aliases.add(out, Alias(first))
@@ -222,7 +222,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 args = self.cast_to_format(args)
             into = kwargs.get("out")
             if isinstance(into, Tensor) and (alias := self.aliases.of(into)) is not None and alias.is_of_copy:
-                # This raises torch's own error.
+                # The call runs unchanged, so that torch raises its own error.
                 if into.requires_grad and torch.is_grad_enabled():
                     return call(func, args, kwargs)
                 self.compute(func, call, args, {**kwargs, "out": alias.memory(into)}, asked)
@@ -238,7 +238,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _each_moved(
         self, func: Callable[..., Any], call: Call, moved: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return views of several tensors, each in its own dtype."""
+        """Return views of several tensors; each view keeps the dtype of its tensor."""
         floats: list[Tensor] = []
         out = call(func, tuple(self.prepared(x, Rounds.ALL_BUT_WIDE, floats) for x in args), kwargs)
         prepared = iter(floats)
@@ -250,7 +250,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _converted(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """Run a call that makes a tensor, or decides the dtype of one."""
+        """Run a call that makes or fills a tensor, or that decides a tensor's dtype."""
         action = call.action
         if action is Action.FILL:
             return fill(self, func, call, args, kwargs)
@@ -269,7 +269,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _read(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """Run a call that reads values, and returns no values of the format."""
+        """Run a call that reads values and returns none in the format, such as a comparison."""
         is_wide = self.has_wide and self._is_wide_call(func, call, args, kwargs, None, asked)
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
         if self.leaves_raw(roundable_in(args, kwargs)):
@@ -287,7 +287,7 @@ class Emulation(Roundings, TorchFunctionMode):
         spec = self.scope.specs.activation
         if call.name != "bincount" or not floats or spec is None or spec.is_float32:
             return call(func, args, kwargs)
-        # bincount sums weights of float32 in float32, and those of any other dtype in float64.
+        # bincount sums float32 weights in float32, and weights of any other dtype in float64.
         if not is_wide:
             args = tuple([x.double() if isinstance(x, Tensor) and is_roundable(x) else x for x in args])
             kwargs = {name: x.double() if x is floats[-1] else x for name, x in kwargs.items()}
@@ -296,14 +296,14 @@ class Emulation(Roundings, TorchFunctionMode):
         return out
 
     def is_stored(self, x: Tensor) -> bool:
-        """True if `x` is a parameter or a buffer, or lies in the memory of a tensor from outside."""
+        """True if `x` is a parameter, a buffer or a tracked alias, and is not float32 on purpose."""
         is_master = is_state(x) or isinstance(x, nn.Parameter) or self.scope.stands_in(x)
         return (is_master or self.aliases.of(x) is not None) and not is_marked_wide(x)
 
     def compute(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """Run any other call: bring its operands into their formats, and round its results."""
+        """Run a call without special treatment: bring its operands into their formats, and round its results."""
         if call.may_renormalise and kwargs.get("max_norm") is not None:
             kwargs = renormalised(args, kwargs)
         keeps_first = call.may_write and call.writes_to_first(args, kwargs)
@@ -317,7 +317,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
-        # Read before the call: a write drops the marks of the target and of the tensor that it is a view of.
+        # Formats are read before the call, because a write drops the marks of the target and of the target's base.
         known_base, was_marked = None if target is None else self.format_of_base(target), None
         if isinstance(first, Tensor):
             if not is_wide and call.action is not Action.MOVE:
@@ -332,13 +332,13 @@ class Emulation(Roundings, TorchFunctionMode):
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
             masks = None if is_wide or not call.scales else masks_to_scale(self.scope.specs.activation, operands)
-            # `call` also counts writes to inference tensors; a call without a target writes to nothing.
+            # `call(...)` also counts writes to inference tensors. Without a target nothing is written: `func` suffices.
             out = call(func, new_args, new_kwargs) if target is not None else func(*new_args, **new_kwargs)
             if masks is not None:
                 out = keep_masks(out, masks)
         if isinstance(given := kwargs.get("out"), Tensor):
             return self._given_out(given, known_base, out, call, operands, floats, is_wide)
-        # A float result of integers alone is float32 on purpose too, as torch gives it the default dtype.
+        # A float result computed from integers alone is float32 on purpose too: torch gives it the default dtype.
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self.let_results_be_wide(out, call)
             return out
@@ -357,7 +357,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
         target: Any, asked: Asked,
     ) -> tuple[bool, Rounds]:  # fmt: skip
-        """Return whether a call computes float32 on purpose, and which of its operands are brought into formats."""
+        """Return whether a call computes in float32 on purpose, and which of its operands are rounded."""
         may_be_wide = self.has_wide or call.takes_dtype or call.gives_float64 or "dtype" in kwargs
         is_wide = may_be_wide and self._is_wide_call(func, call, args, kwargs, target, asked)
         if is_wide:
@@ -370,7 +370,7 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.ALL
         else:
             rounds = Rounds.ALL_BUT_WIDE
-        # Where autocast is switched off, operands outside of the format stay as they are, and so does the result.
+        # Where autocast is switched off, operands that are not in the format stay unrounded, and so does the result.
         if is_float32_island(self.autocast_depth):
             is_wide = is_wide or self.leaves_raw(roundable_in(args, kwargs))
             rounds = Rounds.NOTHING if is_wide else rounds
@@ -380,7 +380,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, rounds: Rounds,
         floats: list[Tensor], is_wide: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Return the arguments with operands in their formats, which are appended to `floats`."""
+        """Return the arguments with each operand in its format, and append these operands to `floats`."""
         index, moves = 1 if call.action is Action.SET_ITEM else -1, call.action is not Action.COMPUTE
         positional, has_others = [*args], False  # of other than floating dtype, which may be integers to promote
         for i, x in enumerate(args):
@@ -412,7 +412,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any,
         was_marked: str | None, rounds: Rounds,
     ) -> Any:  # fmt: skip
-        """Return the result of a call that moves values, in the format that they were in."""
+        """Return the result of a call that moves values, marked as in the format of these values."""
         self.carry_marks(out, floats, first, was_marked)
         if (rounds is Rounds.VIEWED or has_transform()) and not (isinstance(out, Tensor) and is_made_here(out)):
             for x in tensors_in(out):
@@ -421,7 +421,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.name not in LOOK_UPS or not isinstance(out, Tensor):
             return out
         activation = self.scope.specs.activation
-        # Rows of an embedding were rounded as a weight. If that is the activations' format, only a hook is missing.
+        # Embedding rows were rounded as weights. If activations have the same format, only a gradient hook is missing.
         if activation is None or format_of(out) == activation.text:
             if out.requires_grad:
                 self.hook(out, self.scope.site(call.name), call.name, operands)
@@ -432,7 +432,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, given: Tensor, known_base: str | None, out: Any, call: Call, operands: tuple[Any, ...],
         floats: list[Tensor], is_wide: bool,
     ) -> Any:  # fmt: skip
-        """Return the result of a call with `out=`: computed in the operands' dtype, then stored in the target's."""
+        """Return the result of a call with `out=`, computed in the operands' dtype and stored in the target's dtype."""
         if self.is_stored(given):
             written_outside(self, given)
             return out
@@ -448,7 +448,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _set_item(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
     ) -> Any:
-        """Write values into a part of the target, in the target's format."""
+        """Write values into a part of the target, which stays in its format."""
         target = args[0]
         known, known_base = format_of(target), self.format_of_base(target)
         call(func, *scalars_in_format(self.scope.specs.activation, call, args, kwargs, is_wide))
@@ -456,12 +456,12 @@ class Emulation(Roundings, TorchFunctionMode):
         self.know_again(base_of(target), known_base, call)
 
     def format_of_base(self, x: Any) -> str | None:
-        """Return the format of the tensor that `x` is a view of."""
+        """Return the format of the base of which `x` is a view; None without a base."""
         base = base_of(x) if isinstance(x, Tensor) else None
         return None if base is None else format_of(base)
 
     def know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
-        """Mark `x` again as in its format after numbers of that format were written to a part of it."""
+        """Restore the mark `known` of `x` after numbers of this format were written to a part of `x`."""
         if x is not None and known is not None and known != WIDE:
             mark(x, known)
             if torch.is_grad_enabled() and x.requires_grad:
@@ -478,7 +478,7 @@ class Emulation(Roundings, TorchFunctionMode):
         target: Any,
         asked: Asked,
     ) -> bool:
-        """True if a call computes float32 on purpose, by torch's type promotion with the format as a dtype below it."""
+        """True if torch's type promotion, with the format as a dtype below float32, makes the result float32."""
         if asked is not Asked.NOTHING or call.gives_float64:
             return asked is not Asked.NARROW
         if "dtype" in kwargs or call.takes_dtype:
@@ -503,7 +503,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 return True
             if not (call.may_multiply and only_multiplies(call.name, args, kwargs)):
                 return False
-        # A tensor without dimensions promotes no tensor that has dimensions.
+        # A 0-dimensional tensor does not promote a tensor that has dimensions.
         dimensions = 0 if call.expands else max(x.dim() for x in tensors)
         return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 
@@ -521,15 +521,15 @@ class Emulation(Roundings, TorchFunctionMode):
                 observer(site, "activation", x.detach(), x.detach(), FLOAT32)
 
     def leaves_raw(self, operands: Iterable[Tensor]) -> bool:
-        """True if autocast was switched off here, and none of these is in the format."""
+        """True if autocast is switched off here, and none of the operands is in the format."""
         return is_float32_island(self.autocast_depth) and not any(map(self._is_narrow, operands))
 
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)
 
 
-# A compiled part of a model breaks its graph at each call of torch, and comes here. Dynamo would compile these frames,
-# too, with wrong results: `x.dim()` was a device.
+# A compiled part of a model breaks its graph at each torch call, and enters this method. Dynamo would compile its
+# frames too, with wrong results: `x.dim()` returned a device.
 skip_frames(Emulation.__torch_function__.__code__, is_deep=True)
 
 
@@ -537,7 +537,7 @@ _HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a mode'
 
 
 class TracedEmulation(Emulation):
-    """`Emulation` where torch.compile makes a program: stand-ins replace parameters in every call.
+    """`Emulation` while torch.compile traces a program: in every call, stand-ins replace parameters and buffers.
 
     stand_ins: tensors by the ids of the parameters and buffers that they replace.
     """
@@ -549,7 +549,7 @@ class TracedEmulation(Emulation):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # None, as for a leaf: a module refuses to register a parameter with a history.
+        # None is returned, as for a leaf, because a module refuses to register a parameter that has a `grad_fn`.
         if func == _HISTORY_OF and isinstance(args[0], nn.Parameter):
             return None
         if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
@@ -566,8 +566,8 @@ class TracedEmulation(Emulation):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _standing_in(self, x: Any) -> Any:
-        # A list, a closure or an object may hold the parameter itself, which the program would take for a constant
-        # without a gradient.
+        # A list, a closure or an object may hold the parameter itself. Without its stand-in, the program would treat
+        # the parameter as a constant, which has no gradient.
         if type(x) is Tensor or type(x) is nn.Parameter:
             found = self.stand_ins.get(id(x))
             if found is None and x.requires_grad and not has_transform():

@@ -14,7 +14,7 @@ __all__ = ["Rounds", "leaves_float32"]
 
 
 class Rounds(Enum):
-    """Choice of operands of a call: those that are rounded."""
+    """Choice of the operands of a call that are rounded."""
 
     ALL = "all: of products, convolutions and normalisations, as autocast does, and of moved tensors"
     ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
@@ -22,8 +22,8 @@ class Rounds(Enum):
     NOTHING = "nothing: autocast was switched off here"
 
     def leaves(self, x: Tensor, known: str | None) -> bool:
-        """True if a tensor that has no weight's role stays unrounded. known: the tensor's format."""
-        # A view of a rounded copy would not see later writes to the memory that it is meant to show.
+        """True if a tensor that is not used as a weight stays unrounded. known: the tensor's format."""
+        # A view of a rounded copy would not show later writes to the viewed memory.
         if self is Rounds.VIEWED:
             return is_made_here(x) or not x.requires_grad
         return known == WIDE and self is Rounds.ALL_BUT_WIDE

@@ -89,24 +89,24 @@ _UNIT, _OPEN_UNIT = Domain(-1.0, 1.0), Domain(-1.0, 1.0, holds_low=False, holds_
 
 @dataclass(frozen=True)
 class Row:
-    """Facts about an operation, whichever way it is spelled. Positions are those of the operation's function in torch.
+    """Facts about an operation, for all of its spellings. Positions are those in the operation's torch function.
 
-    name: the canonical one.
+    name: the canonical name.
     spellings: other names of the same function.
     arguments: the names of the arguments that a column refers to, in the order of their positions.
     divides: the position of the divisor; None without one.
-    domain: on which numbers it is defined, if not on all of them.
+    domain: the numbers on which it is defined; None for all numbers.
     steep: the points at which its slope is infinite.
-    adds: whether it adds numbers, so that infinities of opposite signs are NaN.
-    multiplies: whether it multiplies numbers and adds none, so that zero times infinity is NaN, in gradients too.
+    adds: whether it adds numbers, so that infinities of opposite signs give NaN.
+    multiplies: whether it multiplies numbers and adds none, so that zero times infinity gives NaN, in gradients too.
     scales: whether it multiplies or divides all of a tensor by one number, if it is given one.
     is_measure: whether its results are measures, not counts, even if they are whole numbers.
     underflows: whether its results may become 0 although its arguments are not 0.
     keeps_mask: whether constants far below zero stay far below zero: a mask then stays a mask.
     passes: whether infinities and NaN pass through; False for an operation that replaces them.
-    makes_minus_infinity: whether it may return minus infinity for numbers. From any other operation, minus infinity is
-        a mask.
-    number: treatment of a number, or of a tensor without dimensions, in a low precision.
+    makes_minus_infinity: whether it may return minus infinity for finite arguments. From any other operation, minus
+        infinity is a mask.
+    number: treatment of a Python number or 0-dimensional tensor next to a tensor of low precision.
     threshold: where torch casts a number to the tensor's dtype before it compares or divides: "always", "on card", or
         "" for never.
     """
@@ -329,7 +329,7 @@ _TABLE = (
 TABLE = {row.name: row for rows in _TABLE for row in rows}
 
 _STEMS = {name: row for row in TABLE.values() for name in (row.name, *row.spellings)}
-# Names of operators, which have a form in place with "i" before them and one with swapped arguments with "r".
+# Names of operators. The prefix "i" gives the in-place form, and the prefix "r" the form with swapped arguments.
 _OPERATORS = frozenset("add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift".split())
 _COMMUTE = frozenset("add mul and or xor".split())
 _NAMESPACES = ("foreach_", "special_", "linalg_")
@@ -337,9 +337,9 @@ _NAMESPACES = ("foreach_", "special_", "linalg_")
 
 @dataclass(frozen=True)
 class Spelling:
-    """A way to write an operation.
+    """The operation that a function's name stands for, and the order of its arguments.
 
-    is_swapped: whether its two arguments are in the other order, as in `__rtruediv__`.
+    is_swapped: whether the two arguments are swapped, as in `__rtruediv__`.
     """
 
     row: Row
@@ -350,7 +350,7 @@ class Spelling:
         return 1 - position if self.is_swapped and position < 2 else position
 
     def find(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-        """Return the index or the name under which an argument of the row was given to a call; None if it was not."""
+        """Return the index or the name by which a call passes an argument of the row; None if it does not pass one."""
         place, names = self.place(position), self.row.arguments
         if place < len(args):
             return place
@@ -358,14 +358,14 @@ class Spelling:
         return name if name in kwargs else "self" if place == 0 and "self" in kwargs else None
 
     def get(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an argument of the row in a call; None if it was not given."""
+        """Return the value that a call passes for an argument of the row; None if it passes none."""
         key = self.find(position, args, kwargs)
         return None if key is None else args[key] if isinstance(key, int) else kwargs[key]
 
 
 @cache
 def spelling_of(name: str) -> Spelling:
-    """Return the row of a function's name, and the order of its arguments; a row of kind OTHER for an unknown name."""
+    """Return the row for a function's name, and the order of arguments. An unknown name gets a row of kind OTHER."""
     stem = name.strip("_")
     for namespace in _NAMESPACES:
         if stem not in _STEMS and stem.startswith(namespace):

@@ -2,7 +2,7 @@
 
 A Function gets its operands in their formats, as any operation does, so that it saves numbers of the format. The
 gradient of its result is rounded where it arrives. The Function is applied through a subclass, whose contexts mark
-saved tensors, and whose `backward` runs in a mode of its own: see `backward_code`.
+saved tensors, and whose `backward` runs in a separate mode: see `backward_code`.
 """
 
 from __future__ import annotations
@@ -97,14 +97,16 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     scope = emulation.scope
     if scope.rounds_nothing or (emulation.step is not None and emulation.step.is_running(scope)):
         return apply(cls, *args, **kwargs)
-    # The mode is off while it computes an operation. This Function is a part of one, and is rounded with its result.
+    # The mode is off while it computes an operation. This Function is then a part of the operation, whose result is
+    # rounded.
     if not any(mode is emulation for mode in modes()):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             _warn_of_one_operation(cls, scope)
         return apply(cls, *args, **kwargs)
     code, around = OwnCode.met_by(emulation, cls.__name__), (scope.is_in_step, scope.made, _running.code)
     with without_torch_function():
-        # A Function in float32 gets its arguments as they are. For any other, the copies and their origin are recorded.
+        # A Function in float32 gets its arguments as they are. For any other Function, rounded copies are recorded with
+        # their originals.
         code.is_island = emulation.leaves_raw(x for x in args if isinstance(x, Tensor) and is_roundable(x))
         given = args if code.is_island else tuple(_given(emulation, x) for x in args)
         versions = [writes_to(y) if y is not x else None for x, y in zip(args, given, strict=True)]
@@ -116,13 +118,13 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     try:
         scope.is_in_step, _running.code = scope.is_in_step or torch.is_grad_enabled(), code
         scope.made = made = None if scope.listeners.scaling is None else ByIdentity[Any]()
-        # Around the forward a tracer runs operations of torch's own, such as those that save a result.
+        # Around the forward a tracer runs torch's own operations, such as those that save a result.
         with nullcontext() if code.stand_ins is None else without_torch_function():
             out = apply(_like(cls), *given, **kwargs)
     finally:
         scope.is_in_step, scope.made, _running.code = around
     with without_torch_function():
-        # A forward that wrote to its argument wrote to our copy: the numbers go to the argument's own memory.
+        # A forward that wrote to its argument wrote to the rounded copy: its numbers go to the argument's memory.
         for x, y, version in zip(args, given, versions, strict=True):
             if version is not None and writes_to(y) != version:
                 alias = emulation.aliases.of(x)
@@ -169,7 +171,8 @@ def _given(emulation: Emulation, x: Any) -> Any:
             mark_like(copy, known)
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
         mark_as_view_of_weight(copy)
-        # Names with an underscore are left out: they are torch's or ours. One of them makes a stand-in a parameter.
+        # Attributes with a leading underscore are torch's or ours, and are left out. One of them would turn a stand-in
+        # into a parameter.
         for name, value in vars(x).items():
             if not name.startswith("_"):
                 vars(copy).setdefault(name, value)
@@ -179,10 +182,10 @@ def _given(emulation: Emulation, x: Any) -> Any:
 def _result(
     emulation: Emulation, code: OwnCode, x: Any, given: tuple[Any, ...], i: int, made_of: Callable[[Tensor], Any] | None
 ) -> Any:
-    """Return a result of a Function, rounded if it was not yet; its gradient is rounded where it arrives.
+    """Return a result of a Function, rounded if it is not rounded yet; its gradient is rounded where it arrives.
 
-    made_of: function that returns the operation in the forward that made a result, and its operands. A scaling predicts
-        from these the gradient that a product sends on.
+    made_of: function that returns the operation in the forward that made a result, and its operands. From these a
+        scaling predicts the gradient that a product passes on.
     """
     if isinstance(x, Tensor) and is_traced(x):
         _know_as_argument(x, given, emulation.scope)
@@ -231,7 +234,7 @@ def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: 
 
 
 def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
-    """Copy to a result the marks of the argument that it is: a tracer makes a new tensor for a returned argument."""
+    """Copy an argument's marks to the result that returns it, because a tracer makes a new tensor for the result."""
     of = _argument_of(x, given)
     if of is None or x is of:
         return
@@ -248,7 +251,7 @@ def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
 
 def _format_of_numbers(x: Tensor) -> str | None:
     """Return the format of the numbers of a result, or None."""
-    # `format_of` is no help: the forward ran without a graph, so that its marks say nothing of the gradient yet.
+    # `format_of` cannot be used: the forward ran without a graph, so that its marks do not cover the gradient.
     known = getattr(x, "_fpsim", None)
     return known[0] if known and known[2] is None and known[1] == writes_to(x) else None
 
@@ -265,7 +268,7 @@ def _ask_for_scale(scope: Scope, code: OwnCode, x: Tensor, made: tuple[str, tupl
 
 
 class _Border:
-    """Stands for a Call where results of a Function are rounded."""
+    """Stand-in for a Call, with which results of a Function are rounded."""
 
     name, has_pole, chooses_inside = "function", False, False
 
@@ -275,7 +278,7 @@ _BORDER: Any = _Border()
 
 def _like(cls: Any) -> Any:
     """Return the class that is applied instead of a Function."""
-    # That class has itself under this name, so that `_apply` does not begin again.
+    # In the class that is made, the attribute `_LIKE` is the class itself, so that `_apply` does not wrap it again.
     made = vars(cls).get(_LIKE)
     if made is None:
         made = function_like(cls, _begin, _backward, _Context)
@@ -323,7 +326,7 @@ class _Context:
 
     @property
     def saved_tensors(self) -> Any:
-        # A checkpoint runs its forward again here, which is not code of this backward pass.
+        # A checkpoint recomputes its forward here, and this code does not belong to the backward pass.
         with _aside():
             tensors = super().saved_tensors  # type: ignore[misc]
         with without_torch_function():
@@ -361,7 +364,7 @@ def _require_unwritten(copy: CopyOfArgument) -> None:
 
 def _known_of_saved(x: Tensor | None, scope: Scope | None) -> str | None:
     """Return the mark to restore on a saved tensor: float32 on purpose, or of a weight, its view or copy; else None."""
-    # A weight without a format is saved itself, and so is a view of it, for which autograd returns another tensor.
+    # A weight without a format is saved without a copy, and so is its view, for which autograd returns another tensor.
     if not isinstance(x, Tensor):
         return None
     if is_weight(x) or (scope is not None and is_traced(x) and scope.stands_in(x)):
@@ -407,7 +410,7 @@ class _HookCall(Call):
 
 
 class _Hook:
-    """A hook of a tensor. Its result is rounded here: unlike a Function's, it arrives at no other place."""
+    """Tensor hook of a model. Its result is rounded here, because no later hook of this package rounds the result."""
 
     def __init__(self, code: OwnCode, hook: Callable[[Tensor | None], Any]) -> None:
         self.code, self.hook = code, hook

@@ -1,7 +1,7 @@
-"""The torch functions that are products, each written with a few forms that can be quantised.
+"""The torch functions that are products, each written in terms of a few forms that can be quantised.
 
-To add one, write a function that takes a `ProductCall` and then torch's own parameters, and enter it in `CALLS`. If it
-returns NotImplemented, the call is left to torch.
+To add a torch function, write a function that takes a `ProductCall` and then torch's own parameters, and add it to
+`CALLS`. If this function returns NotImplemented, torch computes the call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compute_products(
 
     function: runs the torch function itself.
     target: the tensor that the call writes to, if any.
-    Raises NotImplementedError for arguments that torch takes, but that are not known here.
+    Raises NotImplementedError for arguments that torch accepts, but that have no emulation.
     """
     named = {name: x for name, x in kwargs.items() if name != "out"}
     if (
@@ -61,7 +61,7 @@ def compute_products(
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in roundable_in(args, kwargs))
     ):
-        # This raises torch's own error: a call with out= has no gradient.
+        # The call runs unchanged, so that torch raises its own error: a call with out= has no gradient.
         return function(args, kwargs)
     out = _computed(call, function, args, named)
     if out is NotImplemented:
@@ -95,7 +95,7 @@ def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, 
 def _product(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
     """Return a @ b. The product's w is the operand that is a weight, on whichever side; without a weight, w is b."""
     assert call.scope.products is not None
-    # Only products of two activations belong to an attention; one with a weight is a layer written by hand.
+    # Only products of two activations belong to an attention; a product with a weight is a layer written by hand.
     if call.scope.products.points is not None and not (call.errors or call.is_weight(a) or call.is_weight(b)):
         return _product_of_attention(call, a, b, **rest)
     return _matmul_of(call, a, b, call.is_weight(a) and not call.is_weight(b), **rest)
@@ -145,7 +145,7 @@ def _matmul_of(call: ProductCall, a: Tensor, b: Tensor, w_is_left: bool, **rest:
         x, w = b.mT, a.mT
     else:
         x, w = a, b
-    # One matrix for all rows is a linear layer, (out, in): its weight gradient is one sum over the whole batch.
+    # One matrix for all rows is the weight (out, in) of a linear layer, whose gradient is one sum over the whole batch.
     if w.dim() == 2:
         w = w.mT
         y = call.compute(Linear(x, w), x, w, **rest)
@@ -200,7 +200,7 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
     if isinstance(dims, int):
         dims = [range(a.dim() - dims, a.dim()), range(dims)]
     of_a, of_b = ([d % x.dim() for d in axes] for x, axes in ((a, dims[0]), (b, dims[1])))
-    # Without a sum it is an outer product, an elementwise operation: its operands are not quantised.
+    # Without summed axes tensordot is an outer product, an elementwise operation: its operands are not quantised.
     if not of_a:
         return NotImplemented
     free_a, free_b = ([d for d in range(x.dim()) if d not in axes] for x, axes in ((a, of_a), (b, of_b)))
@@ -211,8 +211,8 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
 
 
 def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
-    """Return the call, in which reshaped weights still count as weights, and reshaped errors as errors."""
-    # The dictionaries hold the reshaped tensors too: an id alone could be that of a later tensor.
+    """Give reshaped operands the roles of their originals in the call, such as weight or error; return the call."""
+    # The dictionaries hold references to the reshaped tensors: a later tensor could get the id of a freed one.
     call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
     for original, made in pairs:
         if (found := call.attended.get(id(original))) is not None and id(made) not in call.attended:
@@ -226,7 +226,7 @@ def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
 
 
 def _added(added: Tensor, beta: float, y: Tensor, alpha: float) -> Tensor:
-    # torch then does not read the addend, which may be inf or NaN.
+    # With beta = 0 torch does not read the addend, which may be inf or NaN.
     if beta == 0:
         return y * alpha
     return torch.add(added if beta == 1 else added * beta, y, alpha=alpha)
@@ -236,7 +236,7 @@ def _addmm(call: ProductCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta
     if not call.takes(mat1, mat2):
         return NotImplemented
     is_bias = input.dim() == 1 and mat2.dim() == 2 and input.shape[0] == mat2.shape[1]
-    # As a bias the addend is part of the product, and rounded with it once; y^T = w x has no place for a bias.
+    # A bias is added within the product, so that the sum is rounded once. A product with w on the left takes no bias.
     if beta == alpha == 1 and is_bias and not (call.is_weight(mat1) and not call.is_weight(mat2)):
         return _product(call, mat1, mat2, bias=input)
     return _added(input, beta, _product(call, mat1, mat2), alpha)
@@ -257,7 +257,7 @@ def _addbmm(
 ) -> Any:
     if not call.takes(batch1, batch2):
         return NotImplemented
-    # One product with a longer sum: addbmm adds up over the batch too.
+    # addbmm sums over the batch too, which makes it one product with a longer sum.
     a, b = batch1.transpose(0, 1).flatten(1), batch2.flatten(0, 1)
     return _added(input, beta, _product(_of(call, (batch1, a), (batch2, b)), a, b), alpha)
 
@@ -272,7 +272,7 @@ def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor
             f"{mat_a.dim()} and {mat_b.dim()} axes, or a bias or dtype, whose products cannot be quantised. Expected: "
             f"(tokens, in) and (groups, in, out) with offs; or products one by one, with @."
         )
-    # Each group is a product of its own, so that blocks along the tokens do not cross from one expert to the next.
+    # Each group is a separate product, so that blocks along the tokens do not cross from one expert to the next.
     # Rows behind the last group have no matrix: their results are zeros.
     ends = [0, *offs.tolist(), len(mat_a)]
     parts = [(mat_a[a:b], mat_b[g] if g < len(mat_b) else None) for g, (a, b) in enumerate(pairwise(ends))]
@@ -283,7 +283,7 @@ def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor
     return torch.cat(sums)
 
 
-# Layers: their second operand is a weight, wherever it comes from
+# Layers: their second operand is a weight, whatever its origin
 
 
 def _linear(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -337,7 +337,7 @@ def _convolution(
 
 
 def _padded(x: Tensor, kernel: Sequence[int], padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Return the input and the padding of both sides. An odd total of "same" adds one at the input's end."""
+    """Return the input and its padding per side. If "same" pads an odd total, one zero is appended to the input."""
     if padding == "valid":
         return x, [0] * len(kernel)
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -388,7 +388,7 @@ def _convolution_backward(
     output_mask: Sequence[bool],
 ) -> Any:
     """Return the gradients of a convolution, for `torch.nn.grad` and the backward of an autograd Function."""
-    # The form has a first derivative only; torch differentiates its own function again.
+    # The form has a first derivative only. For a second one, torch's own function is used.
     is_differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, input, weight))
     if is_differentiated or not call.takes(grad_output, weight, has_weight=True):
         return NotImplemented
@@ -408,7 +408,7 @@ def _conv_tbc(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor, pa
     if not call.takes(input, weight, has_weight=True):
         return NotImplemented
 
-    # Without the bias: `ByVjp` takes a function that is linear in both operands.
+    # The bias is left out, because `ByVjp` takes a function that is linear in both operands.
     def f(x: Tensor, w: Tensor) -> Tensor:
         return torch.conv_tbc(x, w, x.new_zeros(w.shape[2]), pad)
 
@@ -417,7 +417,7 @@ def _conv_tbc(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor, pa
     return call.compute(ByVjp(input, weight, f, sides), input, weight) + bias
 
 
-# Sums that a formula names
+# Sums of products given by a formula
 
 
 def _einsum(call: ProductCall, *args: Any) -> Any:
@@ -429,7 +429,7 @@ def _einsum(call: ProductCall, *args: Any) -> Any:
         return NotImplemented
     has_several = len(operands) > 2
     term, y = terms[0], operands[0]
-    # From left to right, as torch does without opt_einsum: another order would round other intermediate results.
+    # Operands are contracted from left to right, as in torch without opt_einsum: another order rounds other results.
     for i in range(1, len(operands)):
         behind = set(out).union(*terms[i + 1 :])
         kept = out if i == len(operands) - 1 else "".join(c for c in dict.fromkeys(term + terms[i]) if c in behind)
@@ -463,7 +463,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Compute the two products, and between them, in float32, what torch documents of scaled_dot_product_attention."""
+    """Compute scaled_dot_product_attention as torch documents it: two products, and float32 operations between."""
     assert call.scope.products is not None
     points = call.scope.products.points
     if not call.scope.products.attention or not (call.takes(query, key) and call.takes(key, value)):
@@ -506,7 +506,7 @@ def _of_quantised_numbers(call: ProductCall, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-# Products of integers or of scaled float8 in aten, and those of torch.ops.quantized.
+# aten's products of integers or of scaled float8, and the products of torch.ops.quantized.
 _OF_QUANTISED_NUMBERS = """
     _int_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm scaled_mm scaled_grouped_mm _weight_int8pack_mm
     _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros

@@ -1,4 +1,4 @@
-"""One product under emulation: its operands are quantised, and its two gradients are products of their own."""
+"""One product under emulation: its operands are quantised, and so are those of the products that are its gradients."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class ProductCall:
     scope: the scope of the running module, which has products.
     operation: the name of the torch function.
     operands: the function's arguments, in the order of torch's own parameters.
-    weights: those operands, by id, that are parameters or views of parameters.
-    asks: whether a scaling was asked for the scale of the gradient that comes to one of the products.
+    weights: the operands that are parameters or views of parameters, by id.
+    asks: whether a scaling was queried for the scale of the gradient that arrives at one of the products.
     output: how the result is rounded if no role rounds it; None if no operand was quantised.
-    errors: those operands, by id, that depend on the incoming gradient, if the call is in the
-        backward pass of the model's own code; else None.
-    attended: the state of those operands, by id, that come from q k^T of an attention with rounding points.
-    gives_scores: whether the call is such a q k^T.
+    errors: the operands that depend on the incoming gradient, by id, if the call is in the backward pass of the
+        model's own code; else None.
+    attended: the states of the operands that come from q k^T of an attention with rounding points, by id.
+    gives_scores: whether the call computes q k^T of such an attention.
     """
 
     __slots__ = (
@@ -69,14 +69,15 @@ class ProductCall:
         return id(x) in self.weights
 
     def takes(self, x: Tensor, w: Tensor, has_weight: bool = False) -> bool:
-        """True if a product of these two is quantised; torch's own function computes any other.
+        """True if the product of `x` and `w` is quantised; torch's own function computes any other product.
 
-        has_weight: whether one of them is a weight by the meaning of the function.
+        has_weight: whether the torch function implies that one of them is a weight.
         Raises NotImplementedError for tensors that are complex, or whose memory cannot be read here.
         """
         assert self.scope.products is not None
         is_wanted = has_weight or bool(self.scope.products.attention) or self.is_weight(x) or self.is_weight(w)
-        # In code with weights, the product of an error and a saved activation is a weight gradient.
+        # In code that has a weight among its arguments, the product of an error and a saved activation is a weight
+        # gradient.
         if self.errors and self.scope.errors.has_weights:
             is_wanted = is_wanted or (id(x) in self.errors) != (id(w) in self.errors)
         is_usual = x.dtype is w.dtype and is_roundable(x) and is_roundable(w)
@@ -116,8 +117,8 @@ class ProductCall:
         """Return y of one product.
 
         form: the form of the product.
-        x, w, bias: its operands, as the form takes them.
-        operands, operation, part: the operands, the operation and the name of this product, if the call has several.
+        x, w, bias: the operands of the product, as the form takes them.
+        operands, operation, part: the product's operands, operation and name, if the call has several products.
         specs, make: for a product of an attention, the specs of its operands, and the class that replaces `Product`.
         """
         scope = self.scope
@@ -140,7 +141,7 @@ class ProductCall:
         if not (by_dgrad or by_wgrad):
             return _Node.apply(product, x, w, bias)  # type: ignore[no-any-return]
         is_apart = bool(by_dgrad and by_wgrad and by_dgrad != by_wgrad)
-        # A view of w is a place in the graph behind y, at which the scaling finds the scale of a second copy of dy.
+        # A view of w is a separate graph node behind y, at which the scaling finds the scale of a second copy of dy.
         alias = w.view_as(w) if is_apart else w
         out: Tensor = _Node.apply(product, x, alias, bias)
         operation, operands = operation or self.operation, self.operands if operands is None else operands
@@ -173,14 +174,14 @@ class ProductCall:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias)):
             y = _Once.apply(product.site, y, x, w, bias)
         assert self.errors is not None
-        # This is for an einsum, which has several products, one after the other.
+        # An einsum computes several products, one after the other: y may be an operand of the next product.
         self.errors[id(y)] = y
         return y
 
     def gradients(
         self, form: Form, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of one product for the model's own code: that of x if w is given, that of w if x is."""
+        """Return the gradients of a product for the model's own code: of x if w is given, and of w if x is given."""
         scope = self.scope
         assert scope.products is not None
         product = Product(form, self.site, scope.products.specs, scope.listeners, dy)
@@ -197,22 +198,22 @@ def _is_among(tensors: dict[int, Tensor] | None, x: Tensor) -> bool:
 
 
 def _is_of_fprop(operand: Operand | None) -> bool:
-    """True if the backward pass reuses an operand of the forward product."""
+    """True if the backward pass uses an operand as the forward product quantised it."""
     return operand is not None and operand.source == "fprop"
 
 
 def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
-    """Return the rounding of an operand without scales."""
+    """Return the rounding of an operand whose format has no scales; None for any other operand."""
     spec = None if operand is None or operand.is_own else operand.spec()
     return spec if isinstance(spec, RoundingSpec) else None
 
 
 class Product:
-    """Computation of one product: forward, and backward at other operands.
+    """Computation of one product: forward, and backward with operands that are quantised again.
 
     scales: for each product, the function that returns the scale at which dy is rounded; empty for a scale of 1.
-    is_step: whether gradients are kept. The amaxes of operands are then kept too, for the scales of later steps.
-    passing: where x and w of the forward product let their gradients pass; None for everywhere.
+    is_step: whether gradients are recorded. If so, amaxes of operands are recorded too, for the scales of later steps.
+    passing: for x and w, a mask of where the gradient passes; None if it passes everywhere.
     clips: whether `passing` is recorded.
     """
 
@@ -233,7 +234,7 @@ class Product:
         self.clips = False
 
     def in_accumulators(self, form: Form) -> Form:
-        """Return the form with its sums made in the accumulators, if there are any."""
+        """Return the form; if there are accumulators, its sums are computed in them."""
         specs, site, listeners = self.specs, self.site, self.listeners
         accumulators = specs.accumulators if listeners.scaling is None else specs.scaled
         if accumulators is None:
@@ -245,7 +246,7 @@ class Product:
         return self.forward_with(x, w, bias)[0]
 
     def forward_with(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y and the operands of its product: x as `arrange` returns it, w as it was given."""
+        """Return y and the quantised operands: x in the layout that `arrange` returns, and w in its own layout."""
         with self.own_dtype():
             kept = self._kept(w)
             x, w = x.detach(), w.detach()
@@ -258,11 +259,11 @@ class Product:
             return self.at_point(y, self.specs.result, "output").to(self.dtype), xq, wq
 
     def at_point(self, x: Tensor, point: Operand | None, role: str) -> Tensor:
-        """Round the numbers that an attention rounds where they are computed."""
+        """Round `x` at a rounding point of an attention; return it unchanged if `point` is None."""
         return x if point is None else self.quantised(x, point, Side(-1, -2), role)
 
     def _kept(self, w: Tensor) -> Tensor | None:
-        """Return the quantised w of an earlier call, while the model is frozen; None if each call quantises its own."""
+        """Return the cached quantised w while the model is frozen; None if each call has to quantise w."""
         kept, operand, side = self.listeners.kept_weights, self.specs.fprop[1], self.form.fprop[1]
         if kept is None or self.listeners.observer is not None or not kept.is_kept(w):
             return None
@@ -275,16 +276,16 @@ class Product:
 
     @property
     def takes_used(self) -> tuple[bool, bool]:
-        """Whether dw is computed from the x that the forward product used, and whether dx is from the w it used."""
+        """Whether dw is computed from the forward product's quantised x, and whether dx is from its quantised w."""
         return _is_of_fprop(self.specs.wgrad[1]), _is_of_fprop(self.specs.dgrad[1])
 
     def backward(
         self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool, has_used: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return dx if w is given, dw if x is, and the gradient of the bias.
+        """Return dx if w is given, dw if x is given, and the gradient of the bias if it is needed.
 
-        has_used: whether the operands for which `takes_used` is True are those of the forward product; else they are
-            computed again.
+        has_used: whether x and w, where `takes_used` is True, are already the forward product's quantised operands;
+            else they are quantised again.
         """
         form, data, weight = self.form, None, None
         with torch.no_grad(), self.own_dtype():
@@ -312,14 +313,14 @@ class Product:
 
     @property
     def changes_gradients(self) -> bool:
-        """True if a gradient is clipped, or if its operand was transformed."""
+        """True if a gradient is clipped, or transformed back because its operand was transformed."""
         is_transformed = any(self.takes_used) and any(
             o is not None and o.hadamard is not None for o in self.specs.fprop
         )
         return is_transformed or any(o is not None and o.ste == "clip" for o in self.specs.fprop)
 
     def require_plain_gradients(self) -> None:
-        """Raise NotImplementedError where the model's own code computes gradients that would be changed."""
+        """Raise NotImplementedError if clipping or a transform would change a gradient of the model's own code."""
         if self.changes_gradients:
             raise NotImplementedError(
                 f"A product at {self.site}, in the backward pass of the model's own code, gives a gradient that "
@@ -336,7 +337,7 @@ class Product:
         require_groups(operand.hadamard, x.shape[self.form.fprop[0].axis] // self.form.groups, where)
 
     def _of_original(self, gradient: Tensor, i: int) -> Tensor:
-        """Return the gradient of the original x (0) or w (1), from that of the forward product's operand."""
+        """Return the gradient of the original x (i = 0) or w (i = 1), given the gradient of the quantised operand."""
         operand, passes = self.specs.fprop[i], self.passing[i]
         transform = None if operand is None else operand.hadamard
         is_transformed = transform is not None and self.takes_used[1 - i]
@@ -344,7 +345,7 @@ class Product:
             return gradient
         shape = gradient.shape
         arranged = self.form.arrange(gradient) if i == 0 else gradient
-        # A gradient is clipped in the basis in which the operand saturated, after its transform; then transformed back.
+        # A gradient is clipped in the transformed basis, in which the operand saturated, and then transformed back.
         if passes is not None:
             if transform is not None and not is_transformed:
                 arranged = self._turned(arranged, transform, i, False)
@@ -354,7 +355,7 @@ class Product:
         return arranged.reshape(shape)
 
     def _turned(self, x: Tensor, transform: Hadamard, i: int, is_inverse: bool) -> Tensor:
-        """Apply the transform of an operand of the forward product, or its inverse; it draws no signs."""
+        """Apply the transform of the forward product's i-th operand, or its inverse, without random signs."""
         axis = self.form.fprop[i].axis % x.dim()
         apply = apply_hadamard_operator if is_traced(x) else transformed
         return apply(x, transform, axis, None, is_inverse)
@@ -366,7 +367,7 @@ class Product:
         return nullcontext()
 
     def log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return log2 of dy's scales for both gradients. A shared scale is asked for once; else dgrad's comes first."""
+        """Return log2 of dy's scales for dgrad and wgrad. A shared scale is computed once; else dgrad's comes first."""
         dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
         if dgrad is None or wgrad is None:
             return None, None
@@ -374,7 +375,7 @@ class Product:
         return first, first if wgrad is dgrad else wgrad(dy, False)
 
     def _share_dy(self) -> bool:
-        """True if one copy of dy serves both gradients, because it depends on no axis and on no noise."""
+        """True if both gradients use one quantised copy of dy, because its rounding depends on no axis and no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
         if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed or a.is_own:
             return False
@@ -386,8 +387,8 @@ class Product:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Quantise the two operands of a product.
 
-        log2_scale: log2 of the scale of the first operand, if that is dy.
-        shared, kept: the quantised first and second operand, if they are known already.
+        log2_scale: log2 of the scale of the first operand, if this operand is dy.
+        shared, kept: the first and the second operand, if they are quantised already.
         """
         pair: tuple[Operand | None, Operand | None] = getattr(self.specs, product)
         sides: tuple[Side, Side] = getattr(self.form, product)
@@ -403,7 +404,7 @@ class Product:
         """Return both operands of a product after a Hadamard transform along the axis that it sums over."""
         groups = 1 if product == "wgrad" else self.form.groups
         length, other = a.shape[sides[0].axis] // groups, b.shape[sides[1].axis]
-        # The sums of a grouped convolution lie one behind the other: padding behind the last would mix them.
+        # The groups of a convolution lie one behind the other along the axis: padding at its end would mix their sums.
         if groups > 1:
             require_groups(transform, length, f"{product} of the product at {self.site}, in {groups} groups")
         elif length != other:
@@ -412,7 +413,7 @@ class Product:
                 f"{length} and {other}, one of them broadcast. Expected: axes of one length, or no transform here."
             )
         traced = is_traced(a)
-        # One key for both: equal random signs cancel in the product.
+        # Both operands use one key, because equal random signs cancel in the product.
         key = (new_traceable_key(a) if traced else new_key_for(a)) if transform.signs == "random" else None
         results = []
         for x, side in ((a, sides[0]), (b, sides[1])):
@@ -423,7 +424,7 @@ class Product:
         return results[0], results[1]
 
     def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
-        """Compute the forward product's operand x (0) or w (1) again; record no amax, and show it to no observer."""
+        """Quantise x (i = 0) or w (i = 1) as in the forward product; record no amax, and call no observer."""
         operand = self.specs.fprop[i]
         if operand is not None and operand.hadamard is not None:
             x = self._turned(x, operand.hadamard, i, False)
@@ -471,7 +472,7 @@ class Product:
         return result
 
     def _scale_of_history(self, x: Tensor, spec: BlockSpec, role: str, is_again: bool) -> Tensor:
-        """Return an operand's scale from earlier steps, and record its amax for later ones, unless it is recomputed."""
+        """Return an operand's scale from earlier steps. Record its amax for later steps, unless it is recomputed."""
         assert isinstance(spec.fmt.scale_rule, Delayed)
         history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
         if self.is_step and not is_again:
@@ -483,8 +484,8 @@ class _InBackward(Product):
     """A product that the model's own code computes in the backward pass, quantised as one of the three products.
 
     kind: "fprop", "dgrad" or "wgrad".
-    error_is_second: whether the second operand is the one that depends on the gradient.
-    log2_scale: log2 of the scale at which that operand is rounded, if it has no scale of its own.
+    error_is_second: whether only the second operand depends on the gradient.
+    log2_scale: log2 of the scale at which the operand that depends on the gradient is rounded, if it has no own scale.
     """
 
     __slots__ = ("error_is_second", "kind", "log2_scale")
@@ -507,7 +508,7 @@ class _InBackward(Product):
                 each.reverse()
         both = [a, b]
         for i, operand in enumerate(pair):
-            # The sums of the forward product ran along the other axis.
+            # The forward product summed along the other axis.
             if _is_of_fprop(operand):
                 name = roles[i].partition(".")[2]
                 turned = Side(sides[i].across, sides[i].axis)
@@ -542,7 +543,7 @@ class _Node(PlainFunction):
         ctx.dtypes = x.dtype, w.dtype
         # Operands are saved as they were before quantisation: the backward products quantise them along other axes.
         x, w = (b if takes else a for a, b, takes in zip((x, w), used, product.takes_used, strict=True))
-        # This is saved through autograd, and not on the product, so that a checkpoint drops and recomputes it.
+        # `passing` is saved through autograd, and not on the product, so that a checkpoint drops and recomputes it.
         passing, product.passing = product.passing, [None, None]
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None, *passing)
         return y
@@ -562,14 +563,14 @@ class _Node(PlainFunction):
         data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3], has_used=True)
         dtypes = *ctx.dtypes, ctx.bias_dtype
         gradients = tuple(g if g is None else g.to(d) for g, d in zip((data, weight, bias), dtypes, strict=True))
-        # create_graph=True: a second derivative raises an error, instead of being silently that of float32.
+        # With create_graph=True, a second derivative raises an error instead of silently being computed in float32.
         if torch.is_grad_enabled():
             gradients = tuple(g if g is None else _Once.apply(product.site, g, dy, x, w) for g in gradients)  # type: ignore[assignment]
         return None, *gradients
 
 
 class _Once(PlainFunction):
-    """A gradient of a product that may be differentiated again."""
+    """Node that copies a gradient of a product, and raises NotImplementedError if the copy is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, site: str, gradient: Tensor, *sources: Tensor | None) -> Tensor:

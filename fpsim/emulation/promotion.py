@@ -1,4 +1,4 @@
-"""Numbers next to tensors of the format: where torch casts them to the tensors' dtype, and where it does not."""
+"""Numbers next to tensors in the format: round those numbers that torch would cast to the tensors' dtype."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def scalars_in_format(
     spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments, with Python numbers next to a tensor of the format rounded to the format."""
-    # Arithmetic takes a Python number in full (torch's opmath type); comparisons and writes cast it to the dtype first.
+    # Arithmetic uses a Python number uncast, in torch's opmath type. Comparisons and writes first cast it to the dtype.
     is_read = call.is_comparison or call.action is Action.SET_ITEM
     if is_wide or spec is None or not (is_read or call.has_threshold):
         return args, kwargs
     beside = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and is_roundable(x)]
     if not beside or (call.threshold == "on card" and not any(x.is_cuda for x in beside)):
         return args, kwargs
-    # An index is an integer, and no number of the format.
+    # The target and the index of a write come before its values, and stay as they are.
     before = 2 if call.action is Action.SET_ITEM else 0
     args = (*args[:before], *[numbers_in_format(x, spec.fmt, NUMBERS) for x in args[before:]])
     if kwargs:
@@ -56,10 +56,10 @@ def scalars_in_format(
 def scalars_of_call(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool, keeps_first: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, with numbers and tensors without dimensions in the format where torch casts them to it."""
-    # A float32 tensor without dimensions does not decide the result's dtype: torch casts it before it computes. There
-    # are exceptions. On the CPU torch multiplies and divides by such a tensor in float32. A card computes sums and
-    # products in float32 if such a tensor lies on the CPU.
+    """Return the arguments, with Python numbers and 0-dimensional tensors in the format where torch casts them."""
+    # A 0-dimensional float32 tensor does not decide the result's dtype: torch casts the tensor before it computes, with
+    # two exceptions. On the CPU, torch multiplies and divides by such a tensor in float32. On a card, torch computes
+    # sums and products in float32 if such a tensor lies on the CPU.
     if call.has_threshold:
         args, kwargs = scalars_in_format(emulation.scope.specs.activation, call, args, kwargs, is_wide)
     if is_wide or not emulation.has_wide or call.number is Number.EXACT:
@@ -82,7 +82,7 @@ def scalars_of_call(
 
 
 def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool) -> bool:
-    """True if torch computes with a tensor of one number in full, next to others of low precision."""
+    """True if torch does not cast a one-element tensor that is next to tensors of low precision."""
     is_second = place == 1 or place == "other"
     is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
     return is_number and x.is_cpu
@@ -91,7 +91,7 @@ def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool
 def integers_in_format(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, floats: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, with integer tensors next to numbers of the format cast to the format, as torch does.
+    """Return the arguments, with integer tensors cast to the format if they are next to tensors in the format.
 
     floats: the operands in their formats; the cast integers are appended.
     """
@@ -101,7 +101,7 @@ def integers_in_format(
     # In float32 torch promotes integers by itself, and integers alone have no format.
     if spec is None or spec.is_float32 or not is_beside:
         return args, kwargs
-    # A matrix product raises torch's error: its operands have to be of one dtype.
+    # torch raises its own error: the operands of a matrix product must have one dtype.
     if call.name in NARROWING and not only_multiplies(call.name, args, kwargs):
         return args, kwargs
     # The target of a write, and an index, keep their dtypes.
@@ -119,7 +119,7 @@ def _integer_in_format(
         return type(x)([_integer_in_format(emulation, call, is_on_card, floats, place, item) for item in x])
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return x
-    # 0 and 1 are exact in every format. Only where they are moved does the result need a format: they are cast, too.
+    # Truth values are exact in every format. Only calls that move them need them cast, because the result has a format.
     if x.dtype is torch.bool and call.action not in (Action.MOVE, Action.SET_ITEM):
         return x
     if x.numel() == 1 and _is_taken_as_it_is(call, place, x, is_on_card):
@@ -132,7 +132,7 @@ def _integer_in_format(
 def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) -> Any:
     """Round a number, or each number of a list, to the format; return anything else as it is.
 
-    kinds: types of the numbers that are rounded; an int may be a size or a position.
+    kinds: types of the numbers that are rounded. int is not among them by default: it may be a size or a position.
     """
     if type(x) in (list, tuple) and all(type(item) is not bool and isinstance(item, kinds) for item in x):
         return type(x)(number_in_format(item, fmt) for item in x)
@@ -141,11 +141,11 @@ def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) 
 
 @lru_cache(1 << 12, typed=True)
 def number_in_format(number: float, fmt: Element) -> float:
-    """Round a number of Python to the value that a tensor of the format holds for it."""
-    # The number is left to torch, whose error says that it is too large.
+    """Round a Python number to the value that a tensor in the format would hold."""
+    # The number stays as it is, so that torch raises its error about too large numbers.
     if isinstance(number, int) and abs(number) >= _BEYOND_INT64:
         return number
-    # float32's largest number and beyond is a mask, which passes every format unchanged.
+    # A number of at least float32's largest magnitude is a mask, which no format changes.
     if not math.isfinite(number) or abs(number) >= torch.finfo(torch.float32).max:
         return number
     return rounded_number(float(number), rounding_spec(fmt))
@@ -167,7 +167,7 @@ def _step(func: Callable[..., Any], fmt: Element, *args: Any, **kwargs: Any) -> 
     wide = [is_marked_wide(x) for x in operands]
     if all(wide) or any(known and x.dim() for known, x in zip(wide, operands, strict=True)):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    # Copies are used, because the call may write to one of them.
+    # The operands are copied, because the call may write to one of them.
     x, toward = (y.detach().clone() for y in operands)
     out: Tensor = func(*args, **kwargs)
     above, below = (out.detach().clone() for _ in range(2))

@@ -1,7 +1,7 @@
 """Recurrent layers as the operations that torch hides in one call, in the order in which torch computes them.
 
 Each function takes `steps`, which returns the indices of the time steps, and then the arguments of torch's function, in
-its form for padded or for packed sequences. Modes that are active when it is called see every operation.
+its form for padded or for packed sequences. Modes that are active during the call see every operation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _lstm_step(gates: Tensor, state: State, weights: _Weights) -> State:
 
 def _gru_step(gates: Tensor, state: State, weights: _Weights) -> State:
     (hidden,) = state
-    # The end is (hidden - new) * update + new, as torch computes it: the textbook formula rounds at other places.
+    # The last line is (hidden - new) * update + new, as torch computes it: the textbook formula rounds other values.
     reset, update, new = gates.chunk(3, -1)
     of_reset, of_update, of_new = F.linear(hidden, weights.hidden, weights.hidden_bias).chunk(3, -1)
     reset, update = torch.sigmoid(of_reset + reset), torch.sigmoid(of_update + update)
@@ -62,7 +62,7 @@ def _direction(
 ) -> tuple[Tensor, State]:
     """Return the outputs in the order of the sequence, and the last state of each of its samples.
 
-    gates: the rows of all time steps. Step t has sizes[t] of them, one for each sample, and never more than step t - 1.
+    gates: the rows of all time steps. Step t has sizes[t] rows, one for each sample, and never more than step t - 1.
     """
     starts = [0, *accumulate(sizes)]
     state = tuple(s[: sizes[-1]] for s in first) if backwards else first
@@ -71,7 +71,7 @@ def _direction(
     for i in steps(len(sizes)):
         t = len(sizes) - 1 - i if backwards else i
         known, size = len(state[0]), sizes[t]
-        # Samples are sorted by length: forwards the last ones end first, backwards they begin later, from `first`.
+        # Samples are sorted by length. Forwards, the last samples end first. Backwards, they begin later, from `first`.
         if size < known:
             ended.append(tuple(s[size:] for s in state))
             state = tuple(s[:size] for s in state)

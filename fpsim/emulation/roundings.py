@@ -55,9 +55,9 @@ Copy = tuple[Any, Tensor, bool | str | None]  # None: only the copy's values bel
 class Roundings:
     """Roundings of one forward pass, with the copies of tensors that were rounded already.
 
-    scope: the present position of the pass.
+    scope: the current position of the pass.
     aliases: the aliases of parameters and buffers.
-    has_names: whether torch's name of the format stands for it.
+    has_names: whether torch's dtype of the format's name stands for the format.
     has_wide: whether any tensor may be float32 on purpose; until then the search for them is skipped.
     """
 
@@ -69,7 +69,7 @@ class Roundings:
         self.aliases = Aliases() if aliases is None else aliases
         self.has_wide = was_any_made_wide()
         self._is_calibrated = False  # whether this pass has measured how many references autograd holds to a gradient
-        # of an original: {(its format, its gradient's): (its state, copy, whether that has a gradient or INFERENCE)}
+        # {original: {(its format, its gradient's): (its state, copy, whether the copy has a gradient or INFERENCE)}}
         self._operands: ByIdentity[dict[Any, Copy]] = ByIdentity()
 
     def rounded_operands(self) -> list[tuple[Tensor, dict[Any, Copy]]]:
@@ -101,8 +101,8 @@ class Roundings:
                 mark_wide(x)
 
     def prepared(self, x: Any, rounds: Rounds, floats: list[Tensor]) -> Any:
-        """Return an argument with its tensors in their formats, which are appended to `floats`."""
-        # A method, not a closure: a closure that calls itself is a cycle, and kept every tensor until a collection.
+        """Return an argument with each tensor in its format, and append these tensors to `floats`."""
+        # This is a method, because a closure that calls itself is a cycle, which kept tensors alive until a collection.
         if isinstance(x, Tensor):
             if x.dtype not in FLOATING or x.layout is not torch.strided:  # `is_roundable`, without the call
                 return x
@@ -113,7 +113,7 @@ class Roundings:
         return x
 
     def prepare_target(self, x: Tensor) -> None:
-        """Round the target of a call in place in its own memory, since the target is an operand too."""
+        """Round the target of an in-place call, in its own memory, because the target is an operand too."""
         # A leaf that requires a gradient is left as it is: torch refuses the call.
         if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.requires_grad and is_leaf(x)):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
@@ -125,19 +125,19 @@ class Roundings:
         return weight is not None and known == weight.text + OF_A_WEIGHT
 
     def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
-        """Return `x` in its format: a parameter in the weights', anything else in the activations'."""
+        """Return `x` in its format: a parameter in the weights' format, any other tensor in the activations' format."""
         return self.brought(x, format_of(x), rounds)
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
         """Return what `operand` returns, for callers that know the format of `x`."""
         scope = self.scope
-        # The cheap questions first: most operands are activations in their format, and leave at the next line.
+        # Cheap checks come first: most operands are activations in their format, and are returned here.
         has_weights_role = type(x) is nn.Parameter or is_weight(x) or (id(x) in scope.weights and scope.stands_in(x))
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
             return x
         specs = scope.specs
-        # This is a real tensor of the format's dtype, from autocast or of a parameter: next to float32 containers there
-        # would be a second dtype.
+        # Here `x` really has the format's dtype, from autocast or as a parameter. It becomes a float32 container, so
+        # that all operands have one dtype.
         if x.dtype is scope.dtype and self.has_names and rounds is Rounds.ALL:
             x, known = x.float(), None
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
@@ -155,7 +155,7 @@ class Roundings:
         needs_grad: bool | str = torch.is_grad_enabled() and (is_shown or x.requires_grad)
         if not needs_grad and torch.is_inference_mode_enabled():
             needs_grad = INFERENCE
-        # This is `writes_to` in fewer calls.
+        # This is `writes_behind(x)` in fewer calls.
         state = writes_behind(x) if is_shown or x.is_inference() else version_of(x)
         values: Tensor | None = None
         if not aliases.is_blank:
@@ -163,7 +163,7 @@ class Roundings:
             if alias is not None and alias.rounded is not None and alias.state == state:
                 if needs_grad is not True and (needs_grad is INFERENCE or not alias.rounded.is_inference()):
                     return alias.rounded
-                # A Function or a reentrant checkpoint has given the view a gradient since: the values still hold.
+                # A Function or a reentrant checkpoint has given the view a gradient since: the values are still valid.
                 values = alias.rounded
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
@@ -171,7 +171,7 @@ class Roundings:
         copies = self._operands.setdefault(x, {})
         key = spec and spec.text, backward and backward.text
         state_then, rounded, had_grad = copies.get(key, (None, x, False))
-        # A copy without a place in the graph cannot serve a call with a gradient. Its values can: a tensor that is used
+        # A copy without a graph node cannot be used in a call with a gradient. Its values can: a tensor that is used
         # twice is rounded to the same numbers, also stochastically.
         if state_then != state or had_grad is not needs_grad:
             role = "weight" if has_weights_role else "activation"
@@ -180,9 +180,9 @@ class Roundings:
         return rounded
 
     def new_operand(self, x: Tensor) -> Tensor:
-        """Return `x`, float32 on purpose, in the activations' format: a new tensor that is not shared."""
-        # If torch has a name for the format, code asks for the format's own extremes to mask with: float32's extremes
-        # are ordinary numbers there.
+        """Return a new tensor: `x`, which is float32 on purpose, in the activations' format. No other call gets it."""
+        # If torch has a dtype for the format, code masks with the extremes of that dtype: float32's extremes are then
+        # ordinary numbers.
         specs, is_named = self.scope.specs, self.has_names and self.scope.dtype is not None
         if specs.activation is None and specs.error is None:
             return x
@@ -192,7 +192,8 @@ class Roundings:
         """Return integers in the activations' format."""
         spec = self.scope.specs.activation
         assert spec is not None
-        # To nearest if the format rounds stochastically: like a Python number, an integer is a constant of the program.
+        # Integers are rounded to nearest if activations are rounded stochastically: like a Python number, an integer is
+        # a constant of the program.
         is_drawn = spec.rounding == "stochastic"
         used = rounding_spec(spec.fmt, overflow=spec.overflow) if is_drawn else spec
         made = self._rounded_operand(x.to(torch.float32), used, None, "activation", keep_masks=False)
@@ -201,11 +202,11 @@ class Roundings:
         return made
 
     def cast_to_format(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of a write into the format; those that are float32 on purpose are cast first."""
+        """Return the arguments of a write to a tensor in the format; cast to it what is float32 on purpose."""
         return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
-        """True if the gradient stays float32, unobserved: a copy of `x` would change the order of its sums."""
+        """True if the gradient of `x` stays float32, unobserved: a copy of `x` would change the order of the sums."""
         listeners = self.scope.listeners
         is_seen = listeners.observer is not None or listeners.scaling is not None
         return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
@@ -219,7 +220,7 @@ class Roundings:
         values: Tensor | None = None,
         keep_masks: bool = True,
     ) -> Tensor:
-        """Round an operand. values: an earlier rounding of `x`, reused if stochastic: a tensor draws noise once."""
+        """Round an operand. values: an earlier rounding of `x`; a stochastic one is used again, without new noise."""
         site, keep_masks = self.scope.site(role), keep_masks and role == "activation"
         is_now, is_drawn = is_plain(x), spec is not None and spec.rounding == "stochastic"
         if not (is_now or is_traced(x)):
@@ -232,7 +233,7 @@ class Roundings:
                 mark(copy, self.scope.weight)
             return copy
         has_gradient = x.requires_grad and torch.is_grad_enabled()
-        # One pass over the memory, if the copy needs no node in the graph.
+        # If the copy needs no graph node, a single pass over the memory copies and rounds.
         if is_now and spec is not None and not has_gradient and not is_drawn:
             copy = rounded(x, spec, keep_masks=keep_masks)
         else:
@@ -256,13 +257,13 @@ class Roundings:
         return copy
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
-        """True if a frozen weight's rounded copy may be that of an earlier call: a new copy would be no different."""
+        """True if a frozen weight's cached rounded copy may be used, because a new copy would be the same."""
         has_gradient, is_seen = x.requires_grad and torch.is_grad_enabled(), self.scope.listeners.observer is not None
         return not (has_gradient or is_seen or spec.rounding == "stochastic") and is_plain(x)
 
     def carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
-        """Mark the results of a call that moved numbers like its operands, if these are all in one format."""
-        # An empty tensor is in every format: transformers joins keys to an empty cache.
+        """Mark the results of a call that moved numbers like its operands, if all operands are in one format."""
+        # An empty tensor is in every format: transformers concatenates keys with an empty cache.
         marks = {known for x in floats if (known := format_of(x)) is not None or x.numel()}
         if isinstance(first, Tensor):
             marks.add(first_mark)
@@ -298,7 +299,7 @@ class Roundings:
         rounded = straight_through(x, spec, backward, of_tangent if spec is None else spec)
         if spec is None or not keep_masks:
             return rounded
-        # Like `launch.masks_of`: a saturating format would turn a mask into a number.
+        # Masks are kept, as by `launch.masks_of`: a saturating format would turn a mask into a number.
         is_mask = x.abs() == torch.finfo(x.dtype).max
         return torch.where(is_mask | (x == -torch.inf) if keep_infinity and spec.saturates else is_mask, x, rounded)
 
@@ -337,7 +338,7 @@ class Roundings:
         product: ProductCall | None = None,
         is_now: bool = False,
     ) -> Tensor:
-        """Round a result. is_now: True if the caller knows that `out` is plain; False if that has to be looked up."""
+        """Round a result. is_now: True if the caller knows that `out` is plain; False if this has to be checked."""
         specs = self.scope.specs
         if out.dtype not in FLOATING or out.layout is not torch.strided:  # `is_roundable`, without the call
             self._require_no_numbers(out, call)
@@ -371,12 +372,12 @@ class Roundings:
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity, of_tangent=of_tangent)
             if is_target:
                 return out.copy_(rounded)
-            # These are results of an emulated call, also the tensors behind them: their views are not from outside.
+            # These tensors and those behind them are results of an emulated call: their views are not from outside.
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
                 unmark(x)
             return rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
-            # The gradient is rounded here, and again as an operand: it needs two places in the graph, and two sites.
+            # The gradient is rounded here, and again as a product's operand: it needs two graph nodes and two sites.
             out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"
         if spec is not None:
             observer = None if listeners.observer is None else listeners.watching(site, role)
@@ -386,7 +387,7 @@ class Roundings:
             if observer is not None and before is not None:
                 observer(site, role, before, out.detach(), spec)
             mark(out, spec.text)
-        # The result stays unrounded. Its gradient is rounded here, and must not be rounded again where it is used.
+        # The result stays unrounded. Its gradient is rounded here, and not again where the result is used.
         elif error is not None:
             mark(out, "float32")
         if self.scope.made is not None:
@@ -406,14 +407,14 @@ class Roundings:
             )
 
     def hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
-        """Hook the gradient of a result, so that it is rounded where it arrives."""
+        """Register a hook that rounds the gradient of a result where the gradient arrives."""
         error = self.scope.specs.error
         if error is not None and (base_of(out) is None or has_history(out)):
             self._register(out, site, "error", error, operation, operands)
 
     def returned(self, out: Tensor) -> Tensor:
-        """Return an output that the model moved last, with its gradient rounded where it arrives."""
-        # Round it here, before numbers of it are added up. Inside of the model, a moved tensor's reader rounds it.
+        """Return an output of the model that was moved last; its gradient is rounded where it arrives."""
+        # The gradient is rounded before its numbers are summed. Inside of the model, a moved tensor's reader does this.
         error = self.scope.specs.error
         if error is None:
             return out
@@ -429,7 +430,7 @@ class Roundings:
     ) -> None:
         scaling, traced = self.scope.listeners.scaling, type(out) is not Tensor and is_traced(out)
         if not (self._is_calibrated or traced or has_transform()):
-            # Calibrate now: it runs a small backward pass, which works neither within another one nor in a transform.
+            # Calibrate now: calibration is a small backward pass, which works in no other backward pass or transform.
             calibrate_holders(object())
             self._is_calibrated = True
         if scaling is None:
@@ -464,5 +465,5 @@ def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
 
 def _is_sharded(x: Tensor) -> bool:
     """True if `x` is a DTensor."""
-    # Recognised by name: the import takes a second.
+    # The class is recognised by name, because importing it takes a second.
     return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)

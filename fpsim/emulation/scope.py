@@ -36,29 +36,31 @@ __all__ = [
 
 NO_SPECS = RoleSpecs()
 BACKWARD = "backward"  # the operation of an error that the model's own code computes
-# References by id. They are weak: a hook keeps its scope alive, and a weight that was computed keeps the hook.
+# Weak references to tensors, by id. Strong ones would make a cycle: a hook refers to its scope, and a computed
+# weight to its hook.
 Weights = Mapping[int, weakref.ref[Tensor]]
 _NO_WEIGHTS: Weights = {}
 
 
 class Scaling(Protocol):
-    """Decides at which scale a gradient is rounded. `ada_loss` implements it.
+    """Protocol of an object that decides at which scale a gradient is rounded; `ada_loss` implements it.
 
-    It is called in the forward pass, once for each tensor whose gradient will be rounded. It returns a function, which
-    the backward pass calls with the unrounded gradient, and with True if nobody else holds this gradient. The function
-    returns log2 of the scale, an int64 tensor of one element on the gradient's device and within
-    `scaling.log2_scale_limits`, or None for a scale of 1. A gradient always travels in its true size: to round at a
-    scale is to round `gradient * scale` and to divide by the scale again. If nobody else holds the gradient, the
-    function may round it in place at once, and then calls `mark_rounded`.
+    The object is called in the forward pass, once for each tensor whose gradient will be rounded. It returns a
+    function, which the backward pass calls with the unrounded gradient, and with True if nobody else holds this
+    gradient. The function returns log2 of the scale, an int64 tensor of one element on the gradient's device and within
+    `scaling.log2_scale_limits`, or None for a scale of 1. Gradients are passed on unscaled: rounding at a scale means
+    rounding `gradient * scale` and dividing by the scale again. If nobody else holds the gradient, the function may
+    round the gradient in place at once, and then calls `mark_rounded`.
 
     site: the site's name, "layer1.conv1:conv2d".
-    role: "error" or "weight_grad". As an operand of a product, dy is rounded when it enters the product: its role is
-        "error" too, and "wgrad.dy" for a second copy of dy, if the weight gradient's product wants another format.
+    role: "error" or "weight_grad". The operand dy of a product is rounded when it enters the product, with the role
+        "error". If the weight gradient's product has another format, the second copy of dy has the role "wgrad.dy".
     spec: the rounding.
     operation: the name of the torch function that made the tensor; "weight" or "activation" for the rounded copy of an
-        operand; "output" for the output of a module that computes in float32 inside; "function" for the result of an
-        autograd Function, unless it is that of one operation in it; BACKWARD for an error that the model's own code
-        computes in the running backward pass: then the returned function is called at once.
+        operand; "output" for the result of a product whose gradient is rounded as the result's and as an operand;
+        "wgrad" for a second copy of dy; "returned" for an output that the model moved last; "function" for the result
+        of an autograd Function, unless a single operation in the Function made it; BACKWARD for an error that the
+        model's own code computes in the running backward pass. For BACKWARD, the returned function is called at once.
     operands: the arguments of the operation in the order of torch's own parameters, however they were passed; tensors
         are rounded. For a rounded copy, its original. For BACKWARD, log2 of the scale of the gradient from which the
         error was computed, or None.
@@ -85,7 +87,7 @@ class Observer(Protocol):
 class Attended(NamedTuple):
     """State tracked for a tensor that was computed from q k^T.
 
-    scores: the input of softmax, for weights that only dropout has changed since; else None.
+    scores: the input of softmax, if the tensor holds softmax's weights, changed by dropout at most; else None.
     keep: the factors by which dropout multiplied the weights; None without dropout.
     writes: the number of writes to the scores when the tensor was tracked.
     is_turned: whether keys lie along the last axis but one.
@@ -99,7 +101,7 @@ class Attended(NamedTuple):
     own: int = 0
 
     def of(self, x: Tensor) -> Attended:
-        """Return the same state for another tensor, valid while nobody writes to that."""
+        """Return the same state for the tensor `x`, valid until `x` is written to."""
         return self._replace(own=0 if x.is_inference() else writes_to(x))
 
     def is_still(self, x: Tensor) -> bool:
@@ -111,7 +113,7 @@ class Attended(NamedTuple):
         if self.scores is None:
             return self
         scores, keep = move(self.scores), None if self.keep is None else move(self.keep)
-        # Moved scores may be a copy with a counter of its own: the difference of the two counts keeps earlier writes.
+        # Moved scores may be a copy with another version counter: the difference of the counts keeps earlier writes.
         writes = self.writes + writes_to(scores) - writes_to(self.scores)
         return Attended(scores, keep, writes, self.is_turned if is_turned is None else is_turned)
 
@@ -119,13 +121,13 @@ class Attended(NamedTuple):
 class Listeners:
     """The observer, the scaling and the amax histories of one quantised model, shared by its modules.
 
-    The histories are copied and pickled with it; observer, scaling, kept weights and attended tensors are not.
+    Copies and pickles contain the histories, but not the observer, scaling, kept weights and attended tensors.
 
-    has_names: whether torch's name of a format may stand for it. It may not if modules compute in several formats: the
-        least number of one format is used as a mask, and would be an ordinary number in another.
+    has_names: whether torch's dtype of a format's name may stand for the format. It may not if modules compute in
+        several formats, because the least number of one format, used as a mask, is an ordinary number in another.
     needs_cache: whether a call of the model that stores no keys and values is an error.
-    rounds_few_bits_stochastically: whether the scaling fits each gradient to its format, and wants those of few bits
-        rounded stochastically if no rounding was named.
+    rounds_few_bits_stochastically: whether the scaling fits each gradient to its format, and needs gradients of few
+        bits rounded stochastically if no rounding was named.
     """
 
     def __init__(self, histories: Histories | None = None, has_names: bool = True, needs_cache: bool = False) -> None:
@@ -149,12 +151,12 @@ class Listeners:
 
 
 class Plans(dict[Any, Any]):
-    """Cache of the treatment of each function. A copy begins empty, and fills again.
+    """Cache of each function's treatment. A copy begins empty, and fills again.
 
-    backward: for the model's own code in the backward pass, the specs, the mark and the plans: of activations (False)
-        and of errors (True). Each backward pass makes new scopes, which share these.
-    kernels: the policy's functions that replace operations, by the operations' names. They are here, because each call
-        makes a scope.
+    backward: the specs, the mark and the plans for the model's own code in the backward pass: of activations (False)
+        and of errors (True). Each backward pass makes new scopes, which share these entries.
+    kernels: the policy's functions that replace operations, by operation name. They are stored here, because each call
+        makes a new scope.
     border: the scope in which a fused module rounds its output; None for any other module.
     """
 
@@ -183,20 +185,20 @@ class Scope:
     wide: collects the operations whose results were float32 on purpose, in the order of their calls.
     products: how operands of products are quantised; None if they are not.
     cache: how keys and values are rounded when a cache stores them; None if they are not.
-    dtype: torch's name of the activations' format, if it has one.
+    dtype: torch's dtype with the name of the activations' format; None if torch has none.
     activation: the mark of a tensor in the activations' format; None if they have none.
     weight: the mark of a weight's rounded copy; empty if weights are not rounded.
     plans: treatment of each function that was called, shared by all calls of the module.
     rounds_nothing: whether every role has float32, and no operand is quantised.
-    is_float32: whether every role has float32, in a model that is not of float64: float64 tensors are left alone.
-    is_float64: whether the model's own parameters are float64: their dtype then does not tell float32 on purpose.
-    write: function that is given a parameter and a function that writes to it, and runs the latter; None if parameters
-        take any number.
+    is_float32: whether every role has float32, and the model is not float64: float64 tensors then stay as they are.
+    is_float64: whether the model's own parameters are float64: the dtype float64 then does not mean float32 on purpose.
+    write: function that takes a parameter and a function `run`, and calls `run()`, which writes to the parameter; None
+        if parameters take any number.
     errors: the mode that knows which tensors depend on the incoming gradient, in the backward pass of a model's own
         code; else None.
-    is_in_step: whether gradients are kept although they are off, as within the forward of an autograd Function.
-    made: within such a forward, the operation and the operands of each result, if a scaling asks for them; else None.
-    has_kernels: whether `plans` has kernels of the policy. A flag, as torch.compile cannot guard a look into `plans`.
+    is_in_step: whether a step is recorded although gradients are off, as within the forward of an autograd Function.
+    made: within such a forward, the operation and the operands of each result, if there is a scaling; else None.
+    has_kernels: whether `plans` has kernels of the policy; torch.compile cannot guard a look-up in `plans` itself.
     """
 
     __slots__ = (
@@ -235,11 +237,11 @@ class Scope:
         self.has_kernels = False
 
     def by_kernel(self, emulation: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the policy's function for an operation, emulated; NotImplemented leaves the operation as it is."""
+        """Call the policy's function for an operation under emulation; return NotImplemented if there is none."""
         if emulation.is_in_kernel or call.name not in self.plans.kernels:
             return NotImplemented
         emulation.is_in_kernel = True
-        # Inside of a fused module nothing is rounded: the function rounds in the scope of the module's border.
+        # Inside of a fused module nothing is rounded, so that the function runs in the scope of the module's border.
         emulation.scope = self.plans.border or self
         try:
             with emulation:
@@ -248,8 +250,8 @@ class Scope:
             emulation.scope, emulation.is_in_kernel = self, False
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool, kind: type[Scope] | None = None) -> Any:
-        """Return the scope of another call of the module, with no operation counted yet. kind: its class, or None."""
-        # Made without `__init__`: each call of each module makes a scope, and all that the policy implies is known.
+        """Return the scope of another call of the module, with no operation counted yet. kind: a subclass, or None."""
+        # `__init__` is skipped: each call of each module makes a scope, and all that follows from the policy is known.
         scope = object.__new__(kind or Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans, scope.cache = self.products, self.dtype, self.plans, self.cache
@@ -266,13 +268,13 @@ class Scope:
         return scope
 
     def stands_in(self, x: Tensor) -> bool:
-        """True if `x` stands in for a parameter. Hot code first looks its id up in `weights`."""
-        # The id may have been that of a tensor that is gone.
+        """True if `x` stands in for a parameter. Callers on hot paths first look up the id of `x` in `weights`."""
+        # The id may have belonged to a tensor that was freed.
         reference = self.weights.get(id(x))
         return reference is not None and reference() is x
 
     def site(self, operation: str) -> str:
-        """Return a name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""
+        """Return the site of the next call of `operation`: 'layer1.conv1:conv2d', then 'layer1.conv1:conv2d_1'."""
         seen = self.counts.get(operation, 0)
         self.counts[operation] = seen + 1
         return f"{self.name}:{operation}_{seen}" if seen else f"{self.name}:{operation}"
@@ -287,10 +289,10 @@ class Scope:
 
 
 class BackwardScope(Scope):
-    """Scope of the model's own code in a backward pass: the names of sites contain the code's name, too.
+    """Scope of the model's own code in a backward pass; the names of its sites also contain the code's name.
 
-    Results are activations, whose gradients are rounded as in the forward pass, or errors. For errors, `specs` has
-    their rounding in the place of the activations' rounding.
+    Results are activations, whose gradients are rounded as in the forward pass, or errors. In the scope of errors,
+    `specs.activation` is the rounding of errors.
     """
 
     __slots__ = ("label",)
@@ -301,11 +303,11 @@ class BackwardScope(Scope):
 
 
 def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> BackwardScope:
-    """Return `scope` in a backward pass.
+    """Return the scope for a model's own code in the backward pass, made from the forward pass's scope.
 
     label: the name of the code.
     errors: as in `Scope`.
-    is_of_errors: whether results have the role error, and not that of an activation.
+    is_of_errors: whether results are errors; else they are activations.
     """
     made: BackwardScope = scope.again(scope.weights, {}, scope.is_float64, BackwardScope)
     made.has_kernels = False
@@ -322,7 +324,7 @@ def _formats_in_backward(scope: Scope, is_of_errors: bool) -> tuple[RoleSpecs, s
     if not is_of_errors:
         return scope.specs, scope.activation
     specs = scope.specs._replace(activation=scope.specs.error, error=None)
-    # If the two formats differ, no mark counts: an activation that meets an error is brought into the error's format.
+    # If activations and errors differ in format, no mark counts: an activation next to an error is rounded like errors.
     is_one = specs.activation is not None and specs.activation.text == scope.activation
     return NO_SPECS if specs == NO_SPECS else specs, scope.activation if is_one else None
 
@@ -330,7 +332,7 @@ def _formats_in_backward(scope: Scope, is_of_errors: bool) -> tuple[RoleSpecs, s
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
     """Return the scope of a module under its policy."""
     specs, border = policy.specs(), None
-    # A fused module computes in float32 inside; its output is rounded in a second scope, as it ends.
+    # A fused module computes in float32 inside; its output is rounded in a second scope, when the module returns.
     if policy.fused:
         border = make_scope(name, replace(policy, fused=False), listeners)
         specs = specs._replace(activation=None, error=None)

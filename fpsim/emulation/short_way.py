@@ -1,9 +1,9 @@
-"""The short way is the fast path of a call: its tensors are plain, their formats are known, and nothing observes it.
+"""The short way: a fast path for calls whose tensors are plain and in known formats, and which nothing observes.
 
-Most calls of a model are of this kind. A small model spent its time on checks with the same outcome in all of them.
-These checks are made once for each function under a policy, and cached as the plan of the function. A plan that does
-not fit the arguments of a call returns NotImplemented before it has done anything: the call then takes the long way
-through `mode`, which knows every case and computes the same.
+Most calls of a model qualify. A small model spent its time on checks that had the same outcome in all such calls.
+Here these checks are made once for each function under a policy, and cached as the function's plan. A plan that does
+not fit the arguments of a call returns NotImplemented before it has done anything. The call then takes the slow path
+through `mode`, which handles every case and computes the same.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _SEQUENCES = (list, tuple, torch.Size)
 
 
 class Plan:
-    """Treatment of one function in the modules of one policy.
+    """Cached treatment of one function in the modules of one policy.
 
-    run: runs a call, given the plan, the mode, the function and its arguments; returns NotImplemented for arguments
-        that do not fit. None if every call takes the long way.
+    run: function that runs a call, given the plan, the mode, the torch function and its arguments. It returns
+        NotImplemented for arguments that do not fit. None if every call takes the slow path.
     rounds: which operands are brought into their formats.
     scales: whether a mask may be lost when a tensor is multiplied by a number.
-    is_product: whether its operands may be those of products.
-    casts_integers: whether integer tensors of several elements are cast to the format of the numbers next to them.
-    asks: whether modes, hooks of saved tensors and a running step of an optimizer matter to a call.
-    shortest: the way of calls without a graph; None if they have no way of their own.
-    may_write: whether it has an argument `inplace`, which makes it write to its first argument.
+    is_product: whether the function may compute products whose operands are quantised.
+    casts_integers: whether integer tensors of several elements are cast to the format of the tensors next to them.
+    asks: whether a call has to check for modes, hooks of saved tensors, process groups and a step of an optimizer.
+    shortest: the `Way` of calls without a graph; None if these calls have none.
+    may_write: whether the function has an argument `inplace`, with which it writes to its first argument.
     """
 
     __slots__ = ("asks", "call", "casts_integers", "is_product", "may_write", "rounds", "run", "scales", "shortest")
@@ -61,8 +61,8 @@ class Plan:
 
 
 def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an emulated call; NotImplemented, with nothing done, for one that needs the long way."""
-    # Keyed by the function alone: plans belong to one policy, as the scopes of a module's calls share them.
+    """Return the result of an emulated call; NotImplemented, with nothing done, if the call needs the slow path."""
+    # The function alone is the key, because all plans in this cache belong to one module under one policy.
     scope = emulation.scope
     plan = scope.plans.get(function)
     if plan is None:
@@ -70,7 +70,7 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
     run, shortest = plan.run, None if is_grad_enabled() else plan.shortest
     if run is None and shortest is None:
         return NotImplemented
-    # With a process group the caller may be torch's sharding, which only the long way looks for.
+    # With a process group the caller may be torch's sharding, for which only the slow path checks.
     if plan.asks and not (emulation.step is None and is_unwatched() and not has_process_group()):
         return NotImplemented
     if shortest is not None:
@@ -87,9 +87,9 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
 
 
 def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
-    """Return the one of the ways below that a function's calls take; None for the long way."""
+    """Return the fast path of a function's calls, one of the functions below; None if the calls need the slow path."""
     action, is_product = call.action, has_products(scope, call.name)
-    # The long way tracks which tensors come from q k^T.
+    # Only the slow path tracks which tensors come from q k^T.
     if scope.products is not None and scope.products.points is not None and action is not Action.PASS:
         return None
     if type(call) is not Call or call.in_place or action not in (Action.PASS, Action.MOVE, Action.COMPUTE):
@@ -108,16 +108,16 @@ def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
     return None if call.is_view or call.may_renormalise or is_promoted_otherwise else _computed
 
 
-# The ways. Each does what `mode` and `roundings` do for such a call, in their order.
+# The fast paths. Each takes the same steps as `mode` and `roundings` for such a call, in the same order.
 
 
 def _left(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call that is left as it is: `x.shape`, or any call if nothing is rounded."""
+    """Run a call unchanged: `x.shape`, or any call if nothing is rounded."""
     return NotImplemented if kwargs else func(*args)
 
 
 def _moved(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call that moves results of this emulation, all in one format: its results are in that format."""
+    """Run a call that moves results of this emulation, all in one format, and mark its results with this format."""
     call = plan.call
     if (kwargs or plan.may_write) and not _are_words(call, args, kwargs):
         return NotImplemented
@@ -139,7 +139,7 @@ def _moved(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any
 def _computed(
     plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a call that computes: round its result, or mark it as float32 on purpose if all operands are."""
+    """Run a call that computes, and round its result, or mark the result if all operands are float32 on purpose."""
     call, scope, values, wide = plan.call, emulation.scope, args, 0
     if kwargs:
         if kwargs.get("out") is not None or (call.is_squared_difference and kwargs.get("reduction") == "none"):
@@ -162,7 +162,7 @@ def _computed(
             elif x.is_floating_point() or x.is_complex():
                 return NotImplemented
             elif call.promotes and x.dtype is not torch.bool:
-                # An integer tensor that is given by name may be an index or a count: the long way can tell.
+                # An integer tensor passed by name may be an index or a count: only the slow path can tell.
                 if not plan.casts_integers or x.numel() == 1 or i >= len(args):
                     return NotImplemented
                 integers.append(i)
@@ -187,7 +187,7 @@ def _rounded(
     plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     values: tuple[Any, ...], places: list[int], unknown: list[tuple[int, str | None]], integers: list[int],
 ) -> Any:  # fmt: skip
-    """Return the rounded result of operands in the format. values: positional arguments, then those given by name."""
+    """Run a call with its operands in the format, and round its result. values: all arguments, positional first."""
     call, scope, originals = plan.call, emulation.scope, values
     if unknown or integers:
         if unknown and is_float32_island(emulation.autocast_depth):
@@ -210,14 +210,14 @@ def _rounded(
     out = func(*args, **kwargs)
     if masks is not None:
         out = keep_masks(out, masks)
-    # `is_plain` is not asked again: a new tensor is neither a negative view nor zeros without memory.
+    # `is_plain` is not called again: a new tensor is neither a negative view nor zeros without memory.
     if type(out) is Tensor:
         return emulation.round_result(out, call, operands, floats, None, None, out.is_cpu or out.is_cuda)
     return emulation.round_results(out, call, operands, floats, None)
 
 
 def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if no argument that was given by name is a tensor or is written to."""
+    """True if no keyword argument may hold a tensor, and the call does not write to its first argument."""
     for x in kwargs.values():
         if type(x) not in WORDS:
             return False
@@ -231,9 +231,10 @@ def _has_role(scope: Scope, x: Tensor) -> bool:
 
 
 def _one_format_of(scope: Scope, args: Sequence[Any], promotes: bool) -> str | None:
-    """Return the format of all floating tensors, if it is WIDE or the activations' one and none is a weight; else None.
+    """Return the one format of the floating-point tensors: WIDE or the activations'; "" if there are no such tensors.
 
-    Returns "" if there are none. promotes: whether the long way casts integers next to them to their format.
+    Returns None if the formats differ, are others or unknown, or if a tensor is a weight. promotes: whether the slow
+    path casts integers to the format of the tensors next to them.
     """
     found = ""
     for x in args:

@@ -1,4 +1,4 @@
-"""Optimizers' steps inside of an emulation, which stay float32 steps on the master weights."""
+"""Optimizer steps inside of an emulation: they remain float32 steps on the master weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Step:
 
     def is_running(self, scope: Scope) -> bool:
         """True if a call in this scope belongs to the step, and not to a model that its closure runs."""
-        # The frame is asked, since no hook runs if a step raises an error.
+        # The frame is checked, because no hook runs after a step that raises an error.
         return scope is self._scope and not self._is_paused and _is_executing(self._frame)
 
     def paused(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the closure of a step, with emulation on while it computes the loss again."""
+        """Return the closure of a step, wrapped so that emulation is on while it computes the loss again."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._is_paused = True
@@ -50,7 +50,7 @@ _emulated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def note_emulated(optimizer: Optimizer) -> None:
-    """Leave alone the steps of an optimizer that emulates each of its operations itself."""
+    """Exclude an optimizer from the hooks of `watch_steps`, because it emulates each of its operations itself."""
     _emulated.add(optimizer)
 
 

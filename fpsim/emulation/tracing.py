@@ -1,6 +1,6 @@
-"""Traces of a model's step: each torch call, with the calls that it reads from, its module, and its gradient.
+"""Traces of a model's step: each torch call, its module, its gradient, and the calls whose results it reads.
 
-A trace sees a plain model, one under autocast, and a quantised one, and changes none of their numbers.
+A trace works on a plain model, a model under autocast and a quantised model, and changes none of their numbers.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ TO_INTEGERS = frozenset("long int short char byte".split()) | CAST_NAMES  # if t
 class Operation:
     """A torch call whose result is a floating-point tensor; or a parameter (no call).
 
-    site: the module's name and the operation, "blocks.0.widen:linear"; for the second one in a call of the module,
-        "blocks.0.widen:linear_1"; for a parameter, its name. Each call of a module has the same sites.
+    site: the module's name and the operation, "blocks.0.widen:linear". The second linear in one call of the module has
+        "blocks.0.widen:linear_1". A parameter has its name. Each call of a module has the same sites.
     module: the module's name; "" for the model itself and for code outside of it, such as a step that calls its parts.
     name: the operation's name; "parameter" for a parameter.
-    call: how many calls of this site came before.
-    index: the number of the call of a torch function in the trace, the same in each run of a step; -1 for a parameter.
+    call: the number of earlier calls of this site.
+    index: the position of the torch call in the trace, equal in each run of a step; -1 for a parameter.
     caller: the module that called `module`.
-    computes: whether it computes its values; views, copies and selections return values that went in.
-    sources: the operation that made each operand, in the order of its arguments; None for an operand from outside.
+    computes: whether the operation computes values; views, copies and selections return values of their operands.
+    sources: for each operand, in the order of the arguments, the operation that made it; None if it is from outside.
     parents: the sources without None, each once.
     children: the operations that read its result.
     """
@@ -89,18 +89,18 @@ class Operation:
 
     @property
     def origin(self) -> Operation:
-        """The operation that computed these values: this one, or the one behind a chain of views."""
+        """The operation that computed these values: this operation, or the one at the start of its chain of views."""
         at = self
         while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
             at = at.parents[0]
         return at
 
     def all_behind(self) -> dict[int, Operation]:
-        """Return this operation and all operations that it follows from, by their ids."""
+        """Return this operation and all operations that it depends on, directly or not, by id."""
         return _reached(self, "parents")
 
     def all_ahead(self) -> dict[int, Operation]:
-        """Return this operation and all operations that read its result, near or far, by their ids."""
+        """Return this operation and all operations that depend on its result, directly or not, by id."""
         return _reached(self, "children")
 
 
@@ -134,16 +134,16 @@ class Trace:
     model: any module.
     visitor: receives each operation.
     emulated: whether the model is quantised.
-    verb: the public function that traces, for messages.
-    is_due: returns, at each call of the model, whether to trace it. None traces all calls of one thread.
-    is_part_due: the same for a part that a step calls by itself.
+    verb: the name of the public function that traces, for messages.
+    is_due: called at each call of the model; returns whether to trace it. None traces all calls of one thread.
+    is_part_due: the same for each call by which a step calls a part of the model directly.
     edit: runs each torch function instead of the trace, to try the effect of another argument or dtype.
     on_call: receives the arguments of each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
     keeps: returns whether the visitor needs the values of an operand that a call is about to write to.
     on_backward: runs `Tensor.backward` and `torch.autograd.backward`, instead of the trace.
     on_integers: receives the operation whose result a call casts to integers, and the integers.
-    arguments: the arguments of the call that the visitor receives, as the call read them.
+    arguments: the arguments of the visited call, with the values that the call read.
     running: the name of the running function.
     """
 
@@ -200,12 +200,12 @@ class Trace:
         self.clear()
 
     def run(self, step: Callable[[], T], sees_outside: bool = True) -> T:
-        """Run `step`, and trace the calls outside of the model too, if `sees_outside`. Returns its result."""
+        """Run `step` and return its result. If `sees_outside`, calls outside of the model are traced too."""
 
         def outside(undo: Undo) -> T:
             undo.by(self._end_inner)
-            # A step may call the parts of a model one by one, `model.encode(x)` or `gan["d"](gan["g"](z))`: each is
-            # traced as the model is, under its own name.
+            # A step may call the parts of a model one by one, as in `model.encode(x)` or `gan["d"](gan["g"](z))`. Each
+            # part is traced like the model, under the part's name.
             self._begin_inner()
             if sees_outside:
                 mode = _Outside(self)
@@ -219,7 +219,7 @@ class Trace:
         """Install for a step of this thread. Raises RuntimeError if another thread runs a step of this model."""
         self.claim()
         self.is_alone = True
-        # Install first, then compare: if two threads begin at once, the later one finds the other.
+        # The trace is installed before others are searched: if two threads begin at once, one finds the other's trace.
         self.install()
         for other in who_is_around(self.model):
             trace = getattr(other, "__self__", None)
@@ -234,7 +234,7 @@ class Trace:
                 )
 
     def _take_names(self) -> None:
-        # Kept alive: tensors that `functional_call` lends the model die after it, and a later tensor may get their ids.
+        # References keep ids unique: `functional_call` lends the model tensors that die, and their ids may be reused.
         self._named = dict(self.model.named_parameters())
         self._names = {id(p): name for name, p in self._named.items()}
 
@@ -247,7 +247,7 @@ class Trace:
 
     @property
     def is_replaced(self) -> bool:
-        """True if the model's call is replaced, as `model.compile()` does."""
+        """True if the wrapper of the model's call was replaced, as by `model.compile()`."""
         return self.is_installed and self._model_called not in who_is_around(self.model)
 
     # One thread
@@ -258,7 +258,7 @@ class Trace:
         return self._owner["thread"]
 
     def claim(self, and_warn: bool = True) -> bool:
-        """True if this thread's calls are traced. The first thread that asks is traced as long as it lives."""
+        """True if this thread's calls are traced: the first thread that calls this is traced as long as it lives."""
         thread = threading.current_thread()
         if self._owner.setdefault("thread", thread) is thread:
             return True
@@ -287,8 +287,8 @@ class Trace:
         return self._entered("", call, args, kwargs)
 
     def _entered(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The mode of the emulation goes below this one, which then sees results after they are rounded. Its policy
-        # rounds nothing outside of modules.
+        # The emulation's mode is pushed first, below the trace's mode, which then sees results after they are rounded.
+        # The policy here rounds nothing outside of modules.
         if self.emulated:
             scope = make_scope("", Policy(), Listeners())
             return run_entered(scope, self._traced, (name, call, args, kwargs), {})
@@ -333,7 +333,7 @@ class Trace:
             return call(*args, **kwargs)
         if self.inside:
             return self._in_frame(name, call, args, kwargs)
-        # Within a backward pass a checkpoint runs operations again that were traced already.
+        # Within a backward pass, a checkpoint recomputes operations that were already traced in the forward pass.
         if current_graph_task() >= 0 or not self.is_part_due():
             return call(*args, **kwargs)
         return self._entered(name, call, args, kwargs)
@@ -355,7 +355,7 @@ class Trace:
             if self.on_backward is not None and func in BACKWARD:
                 return self.on_backward(func, args, kwargs)
             return func(*args, **kwargs)
-        # Inside of a vmap no tensor has numbers to look at.
+        # Inside of vmap, tensors have no numbers that could be read.
         if has_transform() and any(map(is_sample, tensors_in((*args, *kwargs.values())))):
             return func(*args, **kwargs)
         operands = [*_floats_in((*args, *(x for name, x in kwargs.items() if name != "out")))]
@@ -391,7 +391,7 @@ class Trace:
 
     @property
     def place(self) -> str:
-        """Place of the running function: its module and its name."""
+        """Label of the running function: the name of its module, and its own name."""
         return f"{self._frames[-1][0]}:{self.running}"
 
     def read(self, x: Tensor) -> Tensor:
@@ -438,7 +438,7 @@ class Trace:
                 self.hook(result, partial(self._came, operation))
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
-        """Put a hook on a gradient. Leaves live on: their hooks are removed when the trace is cleared."""
+        """Register a hook for the gradient of `x`. A leaf outlives the trace: `clear` removes its hook."""
         if x.is_leaf:
             hooked(x, hook, self._hooks)
         else:
@@ -450,14 +450,14 @@ class Trace:
         thread = threading.get_ident()
         if operation.name != "parameter":
             self._backward_threads.add(thread)
-        # The gradient is of another thread's backward pass through the same parameter.
+        # This gradient comes from another thread's backward pass through the same parameter.
         elif gradient.device.type == "cpu" and thread not in (self.owner.ident, *self._backward_threads):
             return
         self.visitor.backward(operation, gradient.detach())
 
 
 class _Inside(TorchFunctionMode):
-    """Mode that sees the calls inside of the model, above the emulation: operands unrounded, results rounded.
+    """Mode above the emulation that sees calls inside of the model: their operands unrounded, their results rounded.
 
     has_ended: whether the call is over. If the mode is then still on torch's stack, `take_off_leftovers` removes it.
     """
@@ -522,18 +522,18 @@ def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
                 yield x
 
 
-# Wrappers around a module's call, which also run code after it raises. They are in this package because `casts`, which
-# looks for the calling code, skips the package's frames.
+# Wrappers around a module's call, which can also run code after the call raises. They are in this package because
+# `casts` skips the package's frames when it searches for the calling code.
 
-# Runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
+# A wrapper runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Surrounded:
-    """A module's call with its wrappers. Copies of the module are called without them.
+    """A module's call with its wrappers. Copies of the module are called without the wrappers.
 
     arounds: the wrappers, the outermost last.
-    before: the former value of the slot.
+    before: the value of the module's attribute `CALL_SLOT` before the first wrapper was added.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -545,7 +545,7 @@ class _Surrounded:
         own = self.module()
         module = module_called() or own
         assert module is not None
-        # A shallow copy, such as a replica of nn.DataParallel.
+        # The called module is a shallow copy, such as a replica of nn.DataParallel.
         if module is not own:
             return call_inside(module)(*args, **kwargs)
         call = call_inside(module) if self.before is None else self.before
@@ -567,7 +567,7 @@ def _run(around: Around, call: Callable[..., Any], /, *args: Any, **kwargs: Any)
 def around_calls(module: nn.Module, around: Around) -> None:
     """Add `around` as the outermost wrapper of the calls of `module`; `not_around_calls` removes it."""
     attributes = vars(module)
-    # Repeated, since another thread may empty the slot meanwhile.
+    # The loop repeats, because another thread may remove the attribute meanwhile.
     while True:
         surrounded = attributes.setdefault(CALL_SLOT, _Surrounded(module))
         if not isinstance(surrounded, _Surrounded):

@@ -1,10 +1,10 @@
-"""The shortest way of a call: under `torch.no_grad`, if the operands are weights and results of earlier such calls.
+"""The shortest path of a call: under `torch.no_grad`, if the operands are weights and results of earlier such calls.
 
-Without a graph no gradient has to be rounded. Of the checks in `short_way`, three are left: the format of each operand
-is known, nobody observes, and the result lies in memory of its own. A token of a small model takes some three hundred
-calls, many of which take less time than the checks that are left out. Each way here does what `short_way`,
-`conversions` and `product_calls` do for such a call, in their order. A call that does not fit is left to them, before
-anything is done.
+Without a graph no gradient has to be rounded. Three of the checks in `short_way` remain: the format of each operand is
+known, nothing observes the call, and the result has memory of its own. A token of a small model takes some three
+hundred calls, many of which take less time than the checks that are left out. Each path here takes the same steps as
+`short_way`, `conversions` and `product_calls` for such a call, in the same order. A call that does not fit is left to
+these modules, before anything is done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fpsim.torch_internals import base_of, share_storage, version_of
 
 __all__ = ["WORDS", "Way", "way_of"]
 
-# Types of arguments that hold no tensors. Not a dtype: it may stand for the format.
+# Types of arguments that hold no tensors. torch.dtype is left out, because a dtype may stand for the format.
 WORDS = frozenset({int, float, bool, str, type(None), slice, type(...)})
 _SEQUENCES = (list, tuple, torch.Size)
 _Run = Callable[["Way", Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -44,7 +44,7 @@ class _Product(NamedTuple):
 
     key: the cache key of the quantised weight.
     flat: function that quantises x with its leading axes flattened.
-    whole: function that quantises x as it is; None if blocks extend over several tokens.
+    whole: function that quantises x with all its axes; None if blocks extend over several tokens.
     """
 
     key: Hashable
@@ -53,7 +53,7 @@ class _Product(NamedTuple):
 
 
 def _product_of(specs: ProductSpecs) -> _Product | None:
-    """Return the quantisation of linear layers; None if it depends on more than the operands at hand."""
+    """Return the quantisation of linear layers; None if it depends on more than the operands of a call."""
     first, (side, side_of_weight) = specs.fprop[0], Linear.fprop
     key = key_of_product(specs, side_of_weight)
     if key is None or specs.accumulators is not None:
@@ -77,11 +77,11 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class Way:
-    """Way in which the modules of one policy run a function.
+    """Path by which the modules of one policy run a function without a graph.
 
-    run: runs a call; returns NotImplemented if it does not fit.
+    run: function that runs a call; it returns NotImplemented for a call that does not fit.
     mark: the mark of a new tensor in the activations' format.
-    round_: two functions that round a new tensor to that format; -inf is a number for the first, a mask for the second.
+    round_: two functions that round a new tensor to this format; -inf is a number for the first, a mask for the second.
     """
 
     __slots__ = ("call", "mark", "name", "product", "round_", "rounds", "run", "scales")
@@ -96,17 +96,17 @@ class Way:
 
 
 def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: bool) -> Way | None:
-    """Return the way of a function's calls; None if they need the short way or the long one.
+    """Return the shortest path of a function's calls; None if the calls need the paths of `short_way` or `mode`.
 
-    is_computed: whether the function has a short way that computes or moves numbers (`_computed`, `_moved`).
-    rounds, scales: as in the short way's plan.
+    is_computed: whether the function has a path in `short_way` that computes or moves numbers (`_computed`, `_moved`).
+    rounds, scales: as in `short_way.Plan`.
     """
     specs = scope.specs
     if specs is NO_SPECS or specs.activation is None or specs.activation.rounding == "stochastic":
         return None
     if type(call) is not Call or call.in_place or call.name in scope.float32 or call.name in scope.plans.kernels:
         return None
-    # The long way tracks which tensors come from q k^T.
+    # Only the slow path through `mode` tracks which tensors come from q k^T.
     if scope.products is not None and scope.products.points is not None:
         return None
     if call.action is Action.CAST:
@@ -128,7 +128,7 @@ def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: 
 
 
 def _is_seen(scope: Scope) -> bool:
-    """True if each rounding is observed, or the scope has state of this one call, such as weights that stand in."""
+    """True if roundings are observed, or if the scope has state of one call, such as stand-ins for weights."""
     if scope.weights or scope.listeners.observer is not None:
         return True
     return scope.made is not None or scope.errors is not None
@@ -139,7 +139,7 @@ def _is_usual_weight(x: Any) -> bool:
 
 
 def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call that moves results of this emulation, all in one format: its results are in that format."""
+    """Run a call that moves results of this emulation, all in one format, and mark its results with this format."""
     narrow, known, scope = way.mark, None, emulation.scope
     if scope.listeners.observer is not None or scope.weights:
         return NotImplemented
@@ -148,7 +148,7 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
             return NotImplemented
     for x in args:
         kind = type(x)
-        # `type(x) is Tensor` leaves out subclasses and parameters, which `isinstance` would let in.
+        # `type(x) is Tensor` excludes subclasses and parameters, which `isinstance` would include.
         if kind is Tensor:
             one = alone_of(x, narrow)
             if one is None or (known is not None and known is not one):
@@ -177,7 +177,7 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
 
 
 def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call that computes: round its result, or mark it as float32 on purpose if all operands are."""
+    """Run a call that computes, and round its result, or mark the result if all operands are float32 on purpose."""
     scope, narrow, wide = emulation.scope, way.mark, 0
     if _is_seen(scope):
         return NotImplemented
@@ -216,7 +216,7 @@ def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[An
         return _left_wide(way, emulation, func(*args, **kwargs) if kwargs else func(*args))
     if not (floats or unknown) or (way.scales and len(floats) + len(unknown) == 1):
         return NotImplemented
-    # Where autocast is switched off, weights are used as they are.
+    # Where autocast is switched off, weights are used unrounded.
     if (unknown or prepared is not args) and is_float32_island(emulation.autocast_depth):
         return NotImplemented
     for i in unknown:
@@ -227,7 +227,7 @@ def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[An
 
 
 def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
-    """Mark a result as float32 on purpose, as `let_results_be_wide` does, if nobody observes it."""
+    """Mark a result as float32 on purpose, as `let_results_be_wide` does for calls that nothing observes."""
     if type(out) is not Tensor or out.dtype is not torch.float32:
         emulation.let_results_be_wide(out, way.call)
         return out
@@ -241,13 +241,13 @@ def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
 def _finished(
     way: Way, emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[Tensor]
 ) -> Any:
-    """Round a result, as `round_result` does, if it is in new memory and has no gradient."""
+    """Round a result in place if it has new memory and no gradient; leave any other result to `round_results`."""
     call = way.call
     is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
     if not is_new or out.layout is not torch.strided:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
     address, is_inference = out.data_ptr(), out.is_inference()
-    # Inference tensors have no base that would tell a view, and the addresses of a view and its base may differ.
+    # Inference tensors have no base that would reveal a view, and the addresses of a view and its base may differ.
     if is_inference or base_of(out) is not None:
         is_new = not any(share_storage(out, x) for x in floats)
     else:
@@ -289,7 +289,7 @@ def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any,
     if bias is not None and (emulation.aliases.may_know(bias) or (bias := kept.find(bias, scope.weight)) is None):
         return NotImplemented
     if product.whole is not None and 2 <= x.dim() <= 3 and x.is_contiguous():
-        # The same call of BLAS as in the form, in fewer calls of torch.
+        # This makes the same BLAS call as the form, with fewer torch calls.
         out = F.linear(product.whole(x), quantised, bias)
     else:
         form = Linear(x, quantised)
