@@ -3,7 +3,7 @@
 from inspect import currentframe as _currentframe
 from typing import TYPE_CHECKING
 
-# This import is first: it reads the sources of compiled code, before the next lines import them. They may change later.
+# This import is first: it reads the source files of compiled code before they are imported. They may change later.
 from fpsim.compiling import sources as _sources  # noqa: F401
 
 # isort: split

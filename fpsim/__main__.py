@@ -27,7 +27,7 @@ from fpsim.tensors.golden import replay
 from fpsim.tensors.verify import verify
 from fpsim.warming import STEPS, compile_steps
 
-# Arguments of `why` that a script may define, with a test of the value and its words.
+# Arguments of `why` that a script may define, each with a test of the value and a description of valid values.
 _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (lambda x: isinstance(x, torch.optim.Optimizer), "a torch.optim.Optimizer"),
     "scaler": (lambda x: all(callable(getattr(x, name, None)) for name in ("scale", "step", "update")), "a GradScaler"),
@@ -100,7 +100,8 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
         value = loaded[file][name]
         made.append(value() if callable(value) and not isinstance(value, torch.nn.Module) else value)
     models = [side for side in made[:2] if isinstance(side, torch.nn.Module)]
-    # An upper bound for the progress: 20 and two for each module; with a dump some 40 changes of the model are tried.
+    # An upper bound of the passes, for the progress: 20, and two for each module. With a dump, some 40 more: changes of
+    # the model are tried.
     passes, most = count(1), (60 if any(is_dump) else 20) + 2 * sum(1 for model in models[:1] for _ in model.modules())
     progress = (lambda: _show_progress(next(passes), most, "passes, at most")) if sys.stderr.isatty() else None
     try:
@@ -118,7 +119,7 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
 
 def _run_script(script: str, name: str) -> dict[str, Any]:
     """Return the names that a Python file defines; code under `if __name__ == "__main__":` is not run."""
-    # Its folder goes on the path, as when Python runs the file, so that it can import its neighbours.
+    # The script's folder goes on the path, as when Python runs the script, so that it can import its neighbours.
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         return runpy.run_path(script, run_name=name)
@@ -143,7 +144,7 @@ def _why(parser: argparse.ArgumentParser, script: str) -> int:
 
 
 def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Collect the names that a script defines for `why`; report such names that it uses for something else."""
+    """Collect the arguments of `why` that a script defines; report names that it uses for something else."""
     given: dict[str, Any] = {}
     for name, (is_meant, words) in _NAMES.items():
         if name in names and is_meant(names[name]):

@@ -1,4 +1,4 @@
-"""Checks of arguments that are torch's: modules, seeds, optimizers."""
+"""Check arguments of torch's types: modules, optimizers, tensors, and seeds of its generators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_SEED = 2**64 - 1
 def require_module(model: Any, name: str = "model", remedy: str = "") -> None:
     """Raise TypeError for anything but a torch.nn.Module.
 
-    remedy: a sentence with the alternative.
+    remedy: a sentence at the end of the error, which names an alternative.
 
     >>> require_module(3)
     Traceback (most recent call last):
@@ -50,7 +50,7 @@ def require_memory(model: nn.Module) -> None:
                 f"{name} of the model is {_kind(x)}, where tensors hold no numbers. Expected: a model on cpu or "
                 f"cuda. Give it memory with model.to_empty(device='cpu'), and load its numbers."
             )
-    # A model of real tensors may be called under the mode, which then makes fake results of them.
+    # Under a FakeTensorMode, a model of real tensors computes fake results.
     if is_stand_in(torch.empty(0, device="cpu")):
         raise TypeError(
             "This is called under a FakeTensorMode, where tensors hold no numbers. Expected: a call outside of its "
@@ -73,7 +73,7 @@ def require_initialised(model: nn.Module) -> None:
 
 
 def require_result(x: Tensor, what: str, verb: str) -> None:
-    """Raise TypeError for a result of a step that is meta or fake, as with a batch of such tensors.
+    """Raise TypeError for a result of a step that is meta or fake, as the result of a batch of such tensors is.
 
     what, verb: the result in words, and the public function that reads its numbers.
     """
@@ -89,7 +89,7 @@ def _kind(x: Tensor) -> str:
 
 
 def require_seed(seed: Any) -> None:
-    """Raise TypeError for anything but an integer, ValueError for one that torch's generators do not take.
+    """Raise TypeError for anything but an integer, ValueError for an integer that torch's generators do not accept.
 
     >>> require_seed(2**70)
     Traceback (most recent call last):
@@ -102,13 +102,13 @@ def require_seed(seed: Any) -> None:
 
 
 def require_optimizer(optimizer: Any) -> None:
-    """Raise TypeError for anything but an optimizer, or a wrapper of one as accelerators make.
+    """Raise TypeError for anything but an optimizer or a wrapper of an optimizer, such as Accelerate's.
 
     >>> require_optimizer("sgd")
     Traceback (most recent call last):
     TypeError: optimizer is 'sgd', of type str. Expected: a torch.optim.Optimizer.
     """
-    # An attribute is asked for too, since not every wrapper is a subclass.
+    # The attribute is checked too, because not every wrapper is a subclass.
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         kind = type(optimizer).__name__
         raise TypeError(f"optimizer is {shown(optimizer)}, of type {kind}. Expected: a torch.optim.Optimizer.")

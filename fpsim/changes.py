@@ -6,8 +6,8 @@ from fpsim.checks import require_whole
 
 __all__ = ["BITS", "CHANGES", "changes_since"]
 
-# A release that computes other numbers for an equal configuration adds a line here: the features with other numbers, as
-# an error quotes them. Sweeps keep the version with each cell.
+# A release that computes other numbers for an equal configuration adds an entry here: the features with other numbers,
+# in words that an error message quotes. Sweeps store the version with each cell.
 CHANGES: dict[int, tuple[str, ...]] = {
     2: (
         "gradients through an autograd Function, or a reentrant checkpoint, that returns its input",
@@ -52,7 +52,7 @@ BITS = max(CHANGES)  # 1: all releases before the count began
 
 
 def changes_since(bits: int) -> str:
-    """Describe the features whose numbers differ from those of a version; "" if there are none.
+    """Describe the features whose numbers have changed since a version; "" if there are none.
 
     Args:
         bits: the version, from 1.

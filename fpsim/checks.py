@@ -1,4 +1,4 @@
-"""Parts of all errors at the border: near matches of a word, checks of numbers, the package to install."""
+"""Check arguments, and write the parts of error messages: nearest words, given values, the package to install."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ DISTRIBUTION = "ada-loss"  # the name on the package index, where `fpsim` is ano
 def pip_install(extra: str, *others: str) -> str:
     """Return the command that installs an extra of this library, for an error; `others` are equally good extras.
 
-    It names the checkout or the file that the library was installed from, or the package if that came from an index:
-    "pip install -e '/home/me/ada-loss[lab]'", "pip install 'ada-loss[lab]'".
+    The command names the checkout or the file from which the library was installed, or the package if it came from an
+    index: "pip install -e '/home/me/ada-loss[lab]'", "pip install 'ada-loss[lab]'".
     """
     form = _installed_from()
     return f"pip install {'-e ' * form.startswith('/')}" + " or ".join(
@@ -56,7 +56,7 @@ def pip_install(extra: str, *others: str) -> str:
 
 @cache
 def _installed_from() -> str:
-    """Return pip's name for this library with an extra, as it was installed (PEP 610), with "{extra}" in it."""
+    """Return the requirement by which pip installed this library (PEP 610), with "{extra}" in place of an extra."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -75,7 +75,7 @@ def _installed_from() -> str:
 
 
 def warn_of_namesake() -> None:
-    """Warn where the `fpsim` of the package index is installed too: pip unpacks it into the folder of ours."""
+    """Warn if the other `fpsim` of the package index is installed too: pip unpacks it into this package's folder."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -101,7 +101,7 @@ def shown(value: object) -> str:
     >>> shown("fp9"), len(shown("-" * 1000))
     ("'fp9'", 103)
     """
-    # An integer of 5,000 digits has no `repr`, and that of a user's class may raise anything.
+    # An integer of 5,000 digits has no `repr`, and the `repr` of a user's class may raise any error.
     try:
         text = repr(value)
     except Exception:
@@ -125,9 +125,9 @@ def few(names: Sequence[str], most: int = 5) -> str:
 def did_you_mean(
     word: object, known: Iterable[str], most: int = 1, others: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """Return a hint with the nearest known word, to follow the sentence with the given word; "" if no word is near.
+    """Return a hint that names the nearest known word, to follow an error's first sentence; "" if no word is near.
 
-    others: words of other libraries, in lower case with underscores, and the known words for each.
+    others: {word of another library, in lower case with underscores: the known words for it}.
 
     >>> did_you_mean("nearest", ["nearest_even", "stochastic"])
     " Did you mean 'nearest_even'?"
@@ -149,11 +149,11 @@ def refuse(
     word: object = None,
     others: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
-    """Return the text of an error at the border: the given value, the expected ones, and the remedy.
+    """Return the text of an error about an argument: the given value, the expected values, and the remedy.
 
     Args:
         what: the first sentence, without its full stop.
-        expected: what would be valid, in words; or the known words, of which the nearest is named.
+        expected: a description of valid values; or the known words, of which the nearest is named.
         do: sentences that follow, such as a remedy.
         word: the word that is not one of the known ones.
         others: as in `did_you_mean`.
@@ -174,7 +174,7 @@ def refuse(
 def nearest(word: object, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
     """Return the known words nearest to a mistyped one, at most `most` of them, the nearest first.
 
-    cutoff: how alike they have to be, from 0 to 1.
+    cutoff: the least similarity of a near word, from 0 to 1.
     """
     text = word if isinstance(word, str) else shown(word)
     return difflib.get_close_matches(text[:LONGEST_WORD], list(known), n=most, cutoff=cutoff)
@@ -201,11 +201,11 @@ def is_whole(value: object, least: int | None = None) -> bool:
     return whole and (least is None or value >= least)  # type: ignore[operator]
 
 
-# Checks of arguments. Each raises an error that names the argument, the given value, and the expected ones.
+# Checks of arguments. Each raises an error that names the argument, the given value, and the expected values.
 
 
 def require_flag(name: str, value: object) -> None:
-    """Raise ValueError for anything but True and False: the word "no" is a truth value too.
+    """Raise ValueError for anything but True and False: Python would take the word "no" for true.
 
     >>> require_flag("inplace", "no")
     Traceback (most recent call last):
@@ -216,7 +216,7 @@ def require_flag(name: str, value: object) -> None:
 
 
 def require_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise TypeError for anything but an integer, ValueError for one out of range.
+    """Raise TypeError for anything but an integer, ValueError for an integer out of range.
 
     >>> require_whole("every", 0, 1)
     Traceback (most recent call last):
@@ -230,7 +230,7 @@ def require_whole(name: str, value: object, least: int, most: int | None = None)
 
 
 def require_number(name: str, value: object, least: float | None = None, most: float | None = None) -> None:
-    """Raise TypeError for anything but a finite real number, ValueError for one below `least` or above `most`.
+    """Raise TypeError for anything but a finite real number, ValueError for a number below `least` or above `most`.
 
     >>> require_number("level", "0.1", 0)
     Traceback (most recent call last):
@@ -246,7 +246,9 @@ def require_number(name: str, value: object, least: float | None = None, most: f
 
 
 def number_of(name: str, value: Any) -> float:
-    """Return a number, or a tensor or array of one number, as a float. Raises TypeError for others and too large ones.
+    """Return a number, or a tensor or array of one number, as a float.
+
+    Raises TypeError for any other value, and for a number that is too large for a float.
 
     >>> number_of("value", 2)
     2.0
@@ -254,14 +256,14 @@ def number_of(name: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes | bool):
             return float(value)
-    # RuntimeError is torch's, for a tensor with several numbers.
+    # torch raises RuntimeError for a tensor with several numbers.
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     raise TypeError(f"{name}={shown(value)} is not a number that float64 holds. Expected: a number, such as 1.5.")
 
 
 def require_word(name: str, value: object, known: Iterable[str]) -> None:
-    """Raise TypeError for anything but a string, ValueError for one that is not known.
+    """Raise TypeError for anything but a string, ValueError for a string that is not known.
 
     >>> require_word("role", "eror", ["error", "weight"])
     Traceback (most recent call last):
@@ -300,7 +302,7 @@ def require_mapping(name: str, value: object, example: str) -> None:
 
 
 def require_iterable(name: str, value: Any, example: str) -> list[Any]:
-    """Return the items of a list or another iterable. Raises TypeError for a string, a mapping, or no iterable.
+    """Return the items of an iterable. Raises TypeError for a string, a mapping, or a value that is not iterable.
 
     >>> require_iterable("formats", ("fp16", "bf16"), "['fp16']")
     ['fp16', 'bf16']
@@ -320,7 +322,7 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def required_arguments(function: Callable[..., object]) -> int:
-    """Return the number of arguments that a function needs; 0 if its signature is unknown."""
+    """Return the number of a function's positional arguments without a default; 0 if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -332,7 +334,7 @@ def required_arguments(function: Callable[..., object]) -> int:
 def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
     """Decorate a function, or a class: the error for an unknown keyword argument names the nearest known one.
 
-    elsewhere: function that returns, for a name, a sentence that says where it belongs instead, or "".
+    elsewhere: a function from an unknown argument's name to a sentence that says where the argument belongs, or to "".
 
     >>> @known_arguments()
     ... def paint(colour, *, thick=False):
@@ -358,7 +360,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
 
         if not is_class:
             return checked  # type: ignore[return-value]
-        # The class itself stays, for isinstance, pickle and subclasses.
+        # The class itself is returned, and not a wrapper: isinstance, pickle and subclasses need the class.
         called.__init__ = checked  # type: ignore[misc, method-assign]
         return called
 

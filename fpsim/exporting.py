@@ -48,14 +48,14 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
     cannot be stored in a checkpoint: they are refused, or left out by `weights_only=True`.
 
     Args:
-        model: from `quantize`.
+        model: a model that `quantize` returned.
         folder: a path that does not exist yet, or an empty folder.
         weights_only: leave out the policy's formats of activations, results and sums.
 
     Returns:
-        A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers
-        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a
-        float32 model only NVFP4 differs, because the loader rounds its numbers to bfloat16.
+        A row for each packed weight: its format, its bytes and its bytes in float32; `differs`, how many of its numbers
+        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a float32
+        model only NVFP4 differs, because the loader rounds its numbers to bfloat16.
 
     Raises:
         ValueError: for a model that is not quantised, and for features without a place in a checkpoint: stochastic
@@ -105,7 +105,7 @@ class _Found:
         self._names = _names_by_parameter(model)
         if not weights_only:
             _require_weights_alone(model, forwards)
-        # Shared modules are taken under each of their names, where `state_dict` has them and a loader looks for them.
+        # A shared module is stored under each of its names, as in `state_dict`: a loader looks for all of them.
         for name, module in model.named_modules(remove_duplicate=False):
             self._take(name, module, forwards.get(id(module)))
         if not self.packed:
@@ -170,7 +170,7 @@ def _row(name: str, spec: Spec, found: Packed, dtype: torch.dtype) -> dict[str, 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters and persistent buffers by name. Raises ValueError for extra state."""
-    # They come from `state_dict`, which leaves out buffers that are not persistent, and which modules override.
+    # The tensors come from `state_dict`, which leaves out buffers that are not persistent, and which modules override.
     own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     for key, x in module.state_dict(keep_vars=True).items():
         if key in own:
@@ -243,7 +243,7 @@ def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | Non
 
 
 def _role_of_linear(spec: Spec | None, forward: EmulatedForward) -> Spec | None:
-    """Return the format in which the weight of an nn.Linear is stored: the operand's, else that of its role."""
+    """Return the format in which the weight of an nn.Linear is stored: the operand's format, else the role's."""
     return forward.specs.weight if spec is None else spec
 
 
@@ -282,7 +282,7 @@ def _config(model: nn.Module, found: _Found) -> dict[str, Any]:
     layouts: dict[str, tuple[Layout, list[str]]] = {}
     for weight in found.packed:
         layouts.setdefault(json.dumps(weight.layout), (weight.layout, []))[1].append(weight.module)
-    # A single layout names the class, as other tools write it; if there are several, each names its modules.
+    # A single layout targets the class Linear, as other tools write it. If there are several, each lists its modules.
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(layouts) == 1 else names,
@@ -321,7 +321,7 @@ def _new_folder(folder: Any) -> Path:
         path = Path(folder).resolve()
         is_taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     except (OSError, ValueError) as error:
-        # Without the path, which may be too long to print.
+        # `strerror` leaves out the path, which may be too long to print.
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"folder={shown(folder)} cannot be read: {why}. Expected: a new path.") from None
     if is_taken:
@@ -380,7 +380,7 @@ class Layout(NamedTuple):
 class Packed(NamedTuple):
     """A weight as it is stored.
 
-    tensors: by their names in the module.
+    tensors: the stored tensors, by their names in the module.
     emulated: the numbers that the emulated model computes with, float32.
     loaded: the numbers that the loader computes from the tensors, in its arithmetic and its dtype.
     """
@@ -391,7 +391,7 @@ class Packed(NamedTuple):
 
 
 def is_dense(spec: Spec | None) -> bool:
-    """True if a weight of this format is stored as it is: the format has a dtype of torch that checkpoints are in."""
+    """True if a weight of this format is stored unpacked, because the format is a dtype that checkpoints use."""
     return spec is None or (isinstance(spec, RoundingSpec) and (spec.dtype is not None or spec.is_float32))
 
 

@@ -114,10 +114,10 @@ __all__ = [
 
 
 def gradients_have_scales(policy: Policy) -> bool:
-    """True if each gradient that enters a product in a smaller format has a scale of its own there.
+    """True if each gradient that enters a product in a smaller format gets a separate scale there.
 
     A loss scale, or a scale for each layer, then changes nothing. Returns False if a role rounds gradients to a format
-    with fewer exponents than float32, and for a policy with overrides, which may contain such a role.
+    whose least exponent is above that of float32, and for a policy with overrides, which may contain such a role.
 
     >>> from fpsim import recipe
     >>> [gradients_have_scales(recipe(name)) for name in ("mxfp8", "bf16", "fp16")]

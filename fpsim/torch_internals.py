@@ -1,7 +1,7 @@
 """Every private name of torch that is used, each behind a function that documents its assumed meaning.
 
-`tests/fpsim/test_torch_internals.py` checks each assumption against the installed torch. Where a wrong one would be
-silent (who else holds this gradient's memory?), the fact is measured at run time, with a safe fallback.
+`tests/fpsim/test_torch_internals.py` checks each assumption against the installed torch. Where a wrong assumption would
+fail silently (who else holds a gradient's memory?), the fact is measured at run time, with a safe fallback.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None
 # What torch knows of a tensor
 
 
-# These are asked several times in each call of an emulated model: they are C functions, without a Python frame.
+# These are called several times in each call of an emulated model: they are C functions, without a Python frame.
 
-# The number of writes to the memory of a tensor, by torch and through any of its views. Not for inference tensors.
+# The number of writes to the memory of a tensor, by torch and through any of its views. Inference tensors have none.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The tensor that another one is a view of, as autograd sees it; None for a tensor that is not a view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 # Whether a tensor stands for a batch of tensors, as `torch.autograd.grad(is_grads_batched=True)` makes them.
 is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-# Whether two tensors lie in one storage, wherever in it.
+# Whether two tensors use the same storage, at any offsets.
 share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def has_history(x: Tensor) -> bool:
-    """True if autograd knows how `x` was made."""
+    """True if autograd has recorded the operation that made `x`."""
     # autograd raises for some views whose base was written to.
     try:
         return x.grad_fn is not None
@@ -101,7 +101,7 @@ def has_history(x: Tensor) -> bool:
 
 
 def has_no_holes(x: Tensor) -> bool:
-    """True if the elements of `x` fill one stretch of memory, each place once, in whatever order."""
+    """True if the elements of `x` fill one block of memory without holes or overlap, in any order."""
     return x.is_contiguous() or x.permute(*sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
@@ -111,14 +111,14 @@ FORMER = "_former_parameters"  # where a replica of nn.DataParallel keeps its su
 
 
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the current values of the module's own parameters, plain tensors too; absent ones are left out."""
+    """Yield the current values of the module's own parameters, also plain tensors; absent ones (None) are left out."""
     own = module._parameters.values()
     # A replica of nn.DataParallel keeps them under another name.
     former = module.__dict__.get(FORMER)
     return (p for p in (own if former is None else (*own, *former.values())) if p is not None)
 
 
-# The dictionaries that a module keeps, of its own parameters, buffers, children and hooks before its forward. An absent
+# The dictionaries of a module: its own parameters, its own buffers, its children, and its forward pre-hooks. An absent
 # parameter, buffer or child is None.
 held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks")
 
@@ -127,7 +127,7 @@ held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_mo
 def standing_in(
     module: nn.Module, tensors: dict[str, Tensor], others: Sequence[Tensor] = ()
 ) -> Iterator[dict[int, Tensor]]:
-    """Replace parameters and buffers by these tensors inside of the block, tied ones in each of their places.
+    """Replace parameters and buffers by these tensors inside of the block, tied ones under each of their names.
 
     Yields the stand-ins by the ids of the parameters and buffers that they replace.
 
@@ -144,8 +144,8 @@ def standing_in(
     for place, key, x in places:
         place[key] = tensors[names[id(x)]]  # type: ignore[assignment]
     try:
-        # `isinstance(x, nn.Parameter)` reads this attribute. A ParameterList's slice would make new parameters, without
-        # a gradient, of plain tensors.
+        # `isinstance(x, nn.Parameter)` reads this attribute. Without it, a slice of a ParameterList would turn plain
+        # tensors into new parameters without a gradient.
         for x in marked:
             x._is_param = True
         yield {of: tensors[name] for of, name in names.items()}
@@ -170,7 +170,7 @@ def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
 
 
 def may_compute_weights(module: nn.Module) -> bool:
-    """True if something may compute the module's weights; asked before each forward."""
+    """True if something may compute the module's weights; called before each forward."""
     return "parametrizations" in module._modules or bool(module._forward_pre_hooks)
 
 
@@ -190,7 +190,7 @@ class ComputingHook(NamedTuple):
 
 
 def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
-    """Yield the hooks of the module by which `torch.nn.utils` computes its weights: older norms, and pruning."""
+    """Yield the hooks by which `torch.nn.utils` computes weights: the older weight and spectral norms, and pruning."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
             yield ComputingHook(hook, "compute_weight", hook.name, (f"{hook.name}_g", f"{hook.name}_v"))
@@ -217,7 +217,7 @@ def called_module() -> nn.Module | None:
 
 
 def is_called_functionally() -> bool:
-    """True if `torch.func.functional_call` called the module, with tensors for parameters; asked within the call."""
+    """True if `torch.func.functional_call` called the module, with tensors as parameters; to be used in that call."""
     frame = sys._getframe(2)
     while (code := frame.f_code) is _CALLER or code is _INNER_CALLER or code is _OUTER_CALLER:
         if (outer := frame.f_back) is None:
@@ -228,7 +228,7 @@ def is_called_functionally() -> bool:
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """True if `module` was made by `torch.compile`."""
-    # Without importing torch._dynamo, which takes a second.
+    # This does not import torch._dynamo, which would take a second.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
@@ -241,20 +241,20 @@ _UNLIKELY = 0x5EED_0F_F9_51_4D  # a seed that nobody else takes
 
 @contextmanager
 def watched_seeds() -> Iterator[Callable[[], str | None]]:
-    """Yield a function that names the global generator that was drawn from, or seeded, inside of the block.
+    """Yield a function that names a global generator from which the block has drawn, or which it has seeded.
 
-    Enter it while torch.compile traces, when no operation of torch draws. All generators are restored.
+    Enter the block while torch.compile traces, when no operation of torch draws. All generators are restored.
     """
-    # They are restored, as Dynamo does with torch's and Python's: the forward may run again without a compiler.
+    # They are restored because the forward may run again without a compiler. Dynamo does so for torch's and Python's.
     generator, forked, set_state = torch.default_generator, [], torch.set_rng_state
 
-    # fork_rng calls this, and leaves no other trace of a seed inside of it.
+    # fork_rng calls this function, and leaves no other trace of a seed that is set in its block.
     def noted(*args: Any, **kwargs: Any) -> Any:
         forked.append(True)
         return set_state(*args, **kwargs)
 
     def state_of_torch() -> bytes:
-        # Under a mode the state, a tensor, would be a fake one.
+        # Under a mode, the state would be a fake tensor.
         with _disable_current_modes():
             return bytes(generator.get_state().numpy())
 
@@ -290,7 +290,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def is_recorded(x: Tensor) -> bool:
-    """True if `x` stands for a tensor of such a program, also within a transform."""
+    """True if `x` stands for a tensor of a program that torch.compile is making, also within a transform."""
     return not torch.compiler.is_exporting() and _is_of_program(memory_behind(x))
 
 
@@ -300,9 +300,9 @@ def _is_of_program(x: Tensor) -> bool:
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:
-    """Let torch.compile take calls of `function` into its program as they are, and run them to trace their effect.
+    """Let torch.compile put calls of `function` into its program as they are, and run them to trace their effect.
 
-    This does what torch._dynamo.nonstrict_trace does, without its import, which takes a second. Call it while Dynamo
+    This has the effect of torch._dynamo.nonstrict_trace without the import, which takes a second. Call it while Dynamo
     traces.
     """
     rules = sys.modules["torch._dynamo.trace_rules"]
@@ -311,12 +311,12 @@ def compile_as_one(function: Callable[..., Any]) -> None:
 
 
 # `map_leaves(f, tree)` copies containers that torch knows, with f(leaf) instead of each leaf. `register_container`
-# registers a type as one, by two functions that flatten and restore it, which the compiler reads line by line.
+# registers a type as such a container, with two functions that flatten and restore it. The compiler traces both.
 map_leaves, register_container = _pytree.tree_map, _pytree.register_pytree_node
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in such containers: in tuples, lists, dictionaries and named tuples, however nested."""
+    """Return the tensors in containers that torch knows (tuples, lists, dictionaries, named tuples), at any depth."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -324,7 +324,7 @@ _fused: set[Any] = set()
 
 
 def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
-    """Let inductor write `inside(ops, dtype, *arguments)` where a program calls an element-wise operator.
+    """Let inductor generate the code of `inside(ops, dtype, *arguments)` for calls of an element-wise operator.
 
     operator: takes tensors and words; its result has the shape and the dtype of the first tensor.
     inside: gets an element instead of each tensor.
@@ -350,9 +350,9 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
 
 
 def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy one of torch's Python functions so that it calls no mode itself: a mode sees the calls inside of it."""
+    """Copy a Python function of torch so that modes do not see a call of the copy, but see the calls inside of it."""
     assert isinstance(function, types.FunctionType)
-    # torch's functions begin with `if has_torch_function(...)`; the copy finds another answer under that name.
+    # torch's functions begin with `if has_torch_function(...)`; in the copy, this name always returns False.
     blind = {**function.__globals__, "has_torch_function": lambda *args: False}
     copy = types.FunctionType(function.__code__, blind, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -361,15 +361,15 @@ def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def constant_under_compile(function: Function) -> Function:
     """Let torch.compile treat the function's results as constants of the graph."""
-    # Like torch.compiler.assume_constant_result, but without an import of torch._dynamo, which takes a second.
+    # This works like torch.compiler.assume_constant_result, but does not import torch._dynamo, which takes a second.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def apart_from_compiler(function: Function) -> Function:
     """Keep torch.compile from tracing calls of `function`, and calls inside it."""
-    # Like torch.compiler.disable, whose import of torch._dynamo would be most of the time in which fpsim is imported.
-    # Nothing is traced before something else has imported it.
+    # This works like torch.compiler.disable, but does not import torch._dynamo, which would be most of fpsim's import
+    # time. Nothing is traced before other code has imported torch._dynamo.
     disabled: Any = None
 
     @functools.wraps(function)
@@ -385,7 +385,7 @@ def apart_from_compiler(function: Function) -> Function:
 
 
 def tell_of_swaps(told: Callable[[Tensor], None]) -> None:
-    """Patch `torch.utils.swap_tensors` to run `told(x)` before it asks whether anything refers to `x` weakly."""
+    """Patch `torch.utils.swap_tensors` to run `told(x)` before it looks for weak references to `x`."""
     home: Any = torch.utils
     known = home.weakref
 
@@ -452,14 +452,14 @@ def wrap_checkpoints(
     checkpoint._checkpoint_without_reentrant_generator = generator_wrapped
 
 
-# preserve_rng_state, context_fn, determinism_check, debug, early_stop: before the function's own arguments.
+# Settings before the function's own arguments: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
 _CHECKPOINT_SETTINGS = 5
 
 
 # The backward pass
 
 
-# The number of the backward pass that runs in this thread, -1 outside of one; each has a higher one.
+# The number of the backward pass that runs in this thread, -1 outside of a pass; each new pass has a higher number.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # bound, not wrapped: each gradient asks
 
 
@@ -477,10 +477,9 @@ class _Holders(NamedTuple):
 _uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
-# Reference counts of a gradient that autograd alone holds: if it owns its memory, and if it is a view. They differ
-# between versions of Python and torch, and are measured for each number of references to a call's argument: there is
-# one more under Dynamo's evaluation of frames, which an error under fullgraph=True leaves on for good. None: the counts
-# cannot be trusted.
+# Reference counts of a gradient that only autograd holds: of one that owns its memory, and of a view. The counts differ
+# between versions of Python and torch. They also depend on the key, the reference count of a call's argument: Dynamo's
+# frame evaluation adds 1 to it, and stays on after an error under fullgraph=True. None: the counts cannot be trusted.
 _alone: dict[int, tuple[_Holders, _Holders] | None] = {}
 _measuring = threading.Lock()
 _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -512,7 +511,7 @@ def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
 def calibrate_holders(probe: object) -> None:
     """Measure the references to a gradient that autograd alone holds, once. Call it outside of a backward pass.
 
-    The counts are trusted if each way to hold a gradient raises one of them: a name, an alias, a view, its storage, a
+    The counts are trusted if each further holder raises at least one of them: a name, an alias, a view, the storage, a
     NumPy array, a DLPack capsule. probe: as in `is_held_by_autograd_alone`.
     """
     references = sys.getrefcount(probe)
@@ -550,7 +549,7 @@ _WAYS_TO_HOLD += (Tensor.untyped_storage, Tensor.numpy, torch.to_dlpack)  # type
 
 
 def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _Holders]:
-    """Count the references to an argument, and those in the hook of a gradient while `hold(gradient)` is alive."""
+    """Return an argument's reference count, and a gradient's counts in its hook while `hold(gradient)` is alive."""
     counts: list[tuple[int, _Holders]] = []
 
     # A function like `is_held_by_autograd_alone`, called with the same number of references.
@@ -589,7 +588,7 @@ def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def keep_none(ctx: Any, inputs: Any = None, output: Any = None) -> None:
-    """Pass None to a backward where no gradient arrives, as torch's own operations get, instead of zeros."""
+    """Pass None instead of zeros to a backward where no gradient arrives, as torch does for its own operations."""
     # Like `set_materialize_grads(False)`, which torch.compile refuses to trace.
     ctx.materialize_grads = False
 

@@ -1,4 +1,4 @@
-"""torch's private names around a call: modes, transforms, hooks, replacements of a module's call; shards.
+"""Private names of torch around calls: modes, transforms, hooks, replacements of a module's call; also of shards.
 
 `tests/fpsim/test_torch_modes.py` checks each assumption against the installed torch.
 """
@@ -79,8 +79,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # default. torch leaves it out of copies and pickles.
 CALL_SLOT = "_compiled_call_impl"
 
-# These are C functions, bound and not wrapped: Python handles no signal inside of them. A mode's `with` block handles
-# signals before and after each of these two.
+# These are C functions, bound without a wrapper: Python handles no signal inside of them. A mode's `with` statement
+# would run Python code before and after them, where a signal may be handled.
 push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
 _pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
 _size: Callable[[], int] = torch._C._len_torch_function_stack
@@ -104,7 +104,7 @@ has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  #
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Whether a tensor is a zero that autograd made without memory.
 _is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
-# Whether a transform, perhaps one that has ended, shows this tensor, which then has no memory of its own.
+# Whether a tensor is a wrapper of a transform, perhaps of one that has ended. A wrapper has no separate memory.
 _is_shown: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -116,7 +116,7 @@ def is_watched() -> bool:
 
 def is_unwatched() -> bool:
     """True if no dispatch mode, transform or forward-mode differentiation is on, and no hook packs saved tensors."""
-    # `is_watched` and `hooks_of_saved_tensors` are one here, for code that runs in each call. Dynamo must not trace it.
+    # This joins `is_watched` and `hooks_of_saved_tensors`, for code that runs in each call. Dynamo must not trace it.
     return not (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0 or _top_hooks(False))
 
 
@@ -131,14 +131,14 @@ def is_plain(x: Tensor) -> bool:
     """True if a kernel may be called on the memory of `x` at once: it holds the values, and no mode sees the call."""
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or torch.compiler.is_compiling():
         return False
-    # The three flags are asked first: `is_watched` would be a Python frame that almost no call needs.
+    # The three flags are checked first: `is_watched` would be a Python frame that almost no call needs.
     if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
         return False
     return not (x.is_neg() or _is_zero_tensor(x) or _is_shown(x)) and (x.is_cpu or x.is_cuda)
 
 
 def layers_behind(x: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that transforms of torch.func show as `x`, with all samples of a batch; the memory last."""
+    """Yield the tensors inside of a torch.func wrapper, with all samples of a batch; the last one has the memory."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
         yield x
@@ -146,7 +146,7 @@ def layers_behind(x: Tensor) -> Iterator[Tensor]:
 
 def after_transforms(x: Tensor) -> Tensor | None:
     """Return `x` itself, or the tensor behind it if it belonged to a transform of torch.func that has ended."""
-    # It is None for a sample of a vmap that has ended: torch refuses each call with such a tensor.
+    # The result is None for a sample of a vmap that has ended: torch refuses each call with such a tensor.
     x = torch._C._functorch.unwrap_if_dead(x)
     return x if torch._C._functorch.maybe_get_level(x) <= (torch._C._functorch.maybe_current_level() or 0) else None
 
@@ -157,12 +157,12 @@ def is_sample(x: Tensor) -> bool:
 
 
 def memory_behind(x: Tensor) -> Tensor:
-    """Return the tensor that holds the numbers of `x`, which transforms of torch.func may show."""
+    """Return the tensor that holds the numbers of `x`, which may be a wrapper of a transform of torch.func."""
     return [x, *layers_behind(x)][-1]
 
 
 def below_transforms() -> AbstractContextManager[None]:
-    """Return a context in which transforms of torch.func see no call: it works on the memory behind their tensors."""
+    """Return a context in which transforms of torch.func see no call: calls work on the tensors behind the wrappers."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -171,14 +171,14 @@ def modes() -> Iterator[TorchFunctionMode]:
     return map(_at, range(_size()))
 
 
-# torch.cond, while_loop and their like: operations that take functions
+# Higher-order operations, which take functions: torch.cond, while_loop and others
 
 
 SEES_BODIES = "_fpsim_sees_bodies"  # an attribute of a mode that wants each call of those functions
 
 
 def body_of(operation: Any) -> Callable[..., Any] | None:
-    """Return the Python body of such an operation, as it runs without a compiler; None for any other operation."""
+    """Return the Python body of a higher-order operation, as it runs without a compiler; None for any other."""
     if not isinstance(operation, torch._ops.HigherOrderOperator):
         return None
     require_no_compiler()
@@ -187,13 +187,13 @@ def body_of(operation: Any) -> Callable[..., Any] | None:
 
 
 def require_no_compiler() -> None:
-    """Raise NotImplementedError while torch.compile traces a mode's handling of such an operation."""
+    """Raise NotImplementedError while torch.compile traces how a mode handles a higher-order operation."""
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError("fpsim emulates it without torch.compile, or in a compiled model of fpsim.quantize.")
 
 
 def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-    """Compute `torch.cond`: for each sample of a batch the result of its own branch, as torch's batching rule does."""
+    """Compute `torch.cond`; under vmap, select the result of each sample's branch, as torch's batching rule does."""
     if not (isinstance(pred, Tensor) and is_sample(pred)):
         return body(pred, true_fn, false_fn, operands)
     results = true_fn(*operands), false_fn(*operands)
@@ -215,7 +215,7 @@ def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: t
 
 @functools.cache
 def watch_bodies() -> None:
-    """Patch torch to report calls of such an operation to modes that ask to see its functions."""
+    """Patch torch to run higher-order operations without compiling their functions if a mode has SEES_BODIES."""
     # torch compiles the functions first, also in eager code, and refuses to do so under a mode.
     from torch._higher_order_ops import utils
     from torch.nn.attention import flex_attention
@@ -253,7 +253,7 @@ _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
 def skip_frames(code: CodeType, is_deep: bool = False) -> None:
-    """Let torch.compile run frames of this code as they are, like torch's own; if deep, also all frames below them."""
+    """Let torch.compile run frames of this code as they are, like torch's own. is_deep: also all frames below them."""
     compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
     compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip if is_deep else default))
@@ -272,7 +272,7 @@ def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], di
 
     apply: torch's own function, which takes the class and the arguments.
     """
-    # Patched below `cls.apply`, which code keeps under names of its own, perhaps since before this patch.
+    # The patch is below `cls.apply`, because code may have stored `cls.apply` under another name before.
     home: Any = torch.autograd.function
     under_transforms = home.custom_function_call
 
@@ -309,7 +309,7 @@ def function_like(
 
     begin: called with each context before the Function gets it.
     backward: called instead of the Function's own backward, with that backward, the context and the gradients.
-    of_context: class that comes before torch's own one among the bases of contexts.
+    of_context: a class that comes before torch's own class among the bases of contexts.
     """
     plain = torch.autograd.Function
     has_setup = cls.setup_context is not plain.setup_context
@@ -381,7 +381,7 @@ _FakeTensor: type = torch._subclasses.FakeTensor
 
 def is_stand_in(x: Tensor) -> bool:
     """True if `x` has a shape and no numbers: on device meta, or of a FakeTensorMode."""
-    # The type is asked too, because a fake tensor reports the device that it stands for.
+    # The type is checked too, because a fake tensor reports the device that it stands for.
     return x.is_meta or isinstance(x, _FakeTensor)
 
 
@@ -412,7 +412,7 @@ def keeps_grad_mode(function: Function) -> Function:
 
 def take_off(mode: TorchFunctionMode) -> None:
     """Remove a mode from the stack of this thread, wherever and however often it is there; the others stay."""
-    # The stack is asked again in each turn, so that this may be called again after an interrupt.
+    # The stack is read again in each iteration, so that `take_off` may be called again after an interrupt.
     while size := _size():
         if _at(size - 1) is mode:
             _pop()
@@ -436,7 +436,7 @@ def _take_from_below(mode: TorchFunctionMode) -> None:
 
 
 def call_inside(module: nn.Module) -> Callable[..., Any]:
-    """Call `module` with its hooks and its forward, past the replacement in its slot."""
+    """Return the call of `module` with its hooks and its forward, which bypasses the replacement in CALL_SLOT."""
     return module._call_impl  # type: ignore[no-any-return]
 
 
@@ -444,7 +444,7 @@ _CALLER: CodeType = nn.Module._wrapped_call_impl.__code__
 
 
 def module_called() -> nn.Module | None:
-    """Return the module whose call runs the replacement in its slot; None if other code called it."""
+    """Return the module whose call runs the replacement in CALL_SLOT; None if other code called the replacement."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code is _CALLER else None
 
@@ -464,7 +464,7 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
 
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Run `x.register_hook(hook)` for a result, without a handle to remove it by."""
-    # A handle would take two thirds of the time. The hook itself is its key, where torch uses numbers.
+    # Making a handle would take two thirds of the time. The hook itself is its key, where torch uses numbers.
     hooks = x._backward_hooks
     if hooks is None:
         x._backward_hooks = hooks = OrderedDict()
@@ -476,7 +476,7 @@ def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
 GUARD = "fpsim_guard"  # the attribute by which a guard is found
 
 
-# Hooks that are removed by the function itself, not by a handle: a signal may come before the handle is stored.
+# These hooks are removed by their function and not by a handle: a signal may come before a handle is stored.
 
 
 def hook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -502,8 +502,8 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
 class _Guard:
     """Wrapper of the steps of an optimizer.
 
-    before: the attribute that replaced the optimizer's method before; None for the method itself.
-    step: the attribute that replaces it now.
+    before: the attribute that replaced the optimizer's method before this guard; None for the method itself.
+    step: the attribute that replaces the method now.
     is_on: whether errors are reported.
     """
 
@@ -540,7 +540,7 @@ def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
 
 
 def unguard_step(optimizer: Optimizer) -> None:
-    """Undo `guard_step`. A guard that was wrapped since stays in place and does nothing."""
+    """Undo `guard_step`. A guard that other code has wrapped stays in place and does nothing."""
     step = vars(optimizer).get("step")
     guard = getattr(step, GUARD, None)
     if guard is None:

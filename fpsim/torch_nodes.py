@@ -1,6 +1,6 @@
-"""Private names of torch at the nodes of autograd's graph, for hooks that change gradients, and of its forward mode.
+"""Private names of torch for the nodes of autograd's graph, whose hooks change gradients, and for its forward mode.
 
-`tests/fpsim/test_torch_nodes.py` checks the assumed meaning of each against the installed torch.
+`tests/fpsim/test_torch_nodes.py` checks the assumed meaning of each name against the installed torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENGINE: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-def
 
 
 def require_hooks_of_nodes() -> None:
-    """Raise NotImplementedError where this torch lacks a name that is needed, so that nothing is lost in silence."""
+    """Raise NotImplementedError if this torch lacks a needed name, so that no change is lost silently."""
     node: Any = torch.zeros(1, device="cpu").requires_grad_().view_as(torch.zeros(1, device="cpu")).grad_fn
     needed = {
         "torch._C._will_engine_execute_node": (torch._C, "_will_engine_execute_node"),
@@ -60,7 +60,7 @@ def require_hooks_of_nodes() -> None:
 
 
 def in_forward_mode() -> bool:
-    """True if forward-mode differentiation is on, by dual numbers or a transform; torch.compile asks as it traces."""
+    """True if forward-mode differentiation is on, by dual numbers or a transform; torch.compile calls it at tracing."""
     return forward_ad._current_level >= 0
 
 
@@ -68,7 +68,7 @@ in_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def slot_dtypes(node: Any) -> list[torch.dtype]:
-    """Return the dtypes of the gradients that arrive at a node of autograd's graph: of the operation's outputs."""
+    """Return the dtypes of the gradients that arrive at a node of autograd's graph, one for each output."""
     return [slot.dtype for slot in node._input_metadata]
 
 
@@ -78,11 +78,11 @@ def slot_shapes(node: Any) -> list[tuple[int, ...]]:
 
 
 def key_of(node: Any) -> tuple[str, int]:
-    """Return a key of a node that stays the same whenever this is called. Leaves have none.
+    """Return a key of a node, the same in each call. Leaves have no key.
 
     Two nodes share a key only if two threads made them, each at the same place in its own sequence of nodes.
     """
-    # Not `id(node)`: torch makes a new Python object for a node when the old one is gone.
+    # `id(node)` is no such key: torch makes a new Python object for a node when the old one is gone.
     return node.name(), node._sequence_nr()
 
 
@@ -130,7 +130,7 @@ def sends_sums_by_moving(x: Tensor) -> bool:
         for edge in at.next_functions:
             if edge[0] is None:
                 continue
-            # A second way to one input: its gradient is the sum of both.
+            # A second path leads to one input: the gradient of the input is the sum over both paths.
             if edge in seen:
                 return True
             seen.add(edge)
@@ -150,12 +150,12 @@ def is_view_of_function(x: Tensor) -> bool:
 
 
 def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """Yield the outputs and the inputs that the running `torch.autograd.backward` or `grad` got; called in its hooks.
+    """Yield the outputs and inputs of the running call of `torch.autograd.backward` or `grad`; called in its hooks.
 
     Yields nothing for a pass that C++ began.
     """
-    # They are read from the frame of torch's function: the engine does not tell. Nodes on a card run in another thread
-    # than the call, so that the frames of all threads are searched.
+    # They are read from the frame of torch's function, because the engine does not expose them. Nodes on a card run in
+    # another thread than the call, so the frames of all threads are searched.
     code: Any = torch.autograd.graph._engine_run_backward.__code__
     own = sys._getframe(1)
     for last in (own, *(frame for frame in sys._current_frames().values() if frame is not own)):
@@ -171,7 +171,7 @@ def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
 
 def graph_tasks_so_far() -> int:
     """Return the number of backward passes begun in this process."""
-    # Each pass gets the next number, which only a pass can read: a pass without work is run.
+    # Each pass gets the next number, and only hooks of a pass can read it. So a pass without work is run.
     found: list[int] = []
     with torch.enable_grad():
         node = torch.zeros(1, device="cpu", requires_grad=True).sum().grad_fn
@@ -183,7 +183,7 @@ def graph_tasks_so_far() -> int:
 
 def names_in_graphs(model: nn.Module) -> dict[int, str]:
     """Return the names of parameters by the ids of the leaves in graphs of the model."""
-    # FSDP2 computes with parameters of its own, which replace the shards for a while.
+    # FSDP2 computes with separate parameters, which replace the shards temporarily.
     found = {id(p): name for name, p in model.named_parameters()}
     modules = [*model.named_modules()]
     sharded = [module for _, module in modules if hasattr(type(module), "_get_fsdp_state")]
@@ -221,7 +221,7 @@ def sum_sent_by_convolution(node: Any, shape: tuple[int, ...]) -> Callable[[Tens
 
 
 def take_float32_gradients(leaf: Tensor) -> None:
-    """Give a leaf of any dtype float32 gradients: the engine casts them before hooks of the last node see them.
+    """Let a leaf of any dtype receive float32 gradients: the engine casts them before hooks of the last node run.
 
     Raises NotImplementedError if this torch cannot.
     """
@@ -234,9 +234,9 @@ def take_float32_gradients(leaf: Tensor) -> None:
 
 
 # Each is None in a torch without the name; `require_hooks_of_nodes` refuses such a torch.
-# Whether the running backward pass will call a node of the graph, or has called it; asked within the pass.
+# Whether the running backward pass will call a node of the graph, or has called it; to be used within the pass.
 will_run: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", None)  # type: ignore[assignment]
 # Calls a function once the running backward pass has computed all gradients; `backward` raises its errors.
 call_at_the_end_of_backward: Callable[..., None] = getattr(ENGINE, "queue_callback", None)  # type: ignore[assignment]
-# The node that the running backward pass is at, within its hooks.
+# The node that the running backward pass executes; to be used within its hooks.
 current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", None)  # type: ignore[assignment]

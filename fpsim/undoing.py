@@ -40,7 +40,7 @@ class Undo:
 
 
 def undone(function: Callable[[Undo], Result]) -> Result:
-    """Run `function(undo)`, then its registered actions; one interrupt meanwhile leaves nothing changed."""
+    """Run `function(undo)`, then the registered actions. After one interrupt at any point, all changes are undone."""
     undo = Undo()
     try:
         return function(undo)
@@ -52,15 +52,16 @@ def undone(function: Callable[[Undo], Result]) -> Result:
             undo()
 
 
-# Blocks: `with` statements that are left wherever Ctrl-C comes.
+# Blocks: `with` statements whose changes are undone, whenever Ctrl-C arrives.
 #
-# Python handles a signal at the first instruction of an `__exit__` too, before any of its lines, and the object lives
-# on with the traceback, which a notebook keeps. But only the `with` statement holds the function to call at its end,
-# and drops this function after any exception. When the function is collected, the block is left, if it was not before.
+# Python may handle a signal at the first instruction of `__exit__`, before any of its lines has run. The block itself
+# then lives on with the traceback, which a notebook keeps. But only the `with` statement refers to the function that it
+# calls at its end, and it drops this function after any exception. When the function is collected, the block is left
+# if it was not left before.
 
 
 class Exit:
-    """`__exit__` of a class: runs its method `leave`, which may be run again where it was interrupted.
+    """`__exit__` of a class: runs its method `leave`, which may run a second time after an interrupt.
 
     The class has a flag `is_inside`, which its `__enter__` sets.
     """
@@ -116,7 +117,7 @@ class Block(Generic[Result]):
             self._undo()
 
     def __call__(self, function: Function) -> Function:
-        """Return the function, run in a block of its own each time."""
+        """Wrap a function so that each call runs in a new block."""
 
         @functools.wraps(function)
         def within(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loops of common formats, recipes and updates, compiled ahead of time: `python -m fpsim warm`, and a wheel's loops."""
+"""Compile the loops of common formats, recipes and updates ahead of time: for `python -m fpsim warm` and for wheels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _formats(formats: list[str], rounding: str, device: str) -> None:
     warm_up(device, formats, [rounding])
 
 
-# Steps by name, which run on a device; the longest first, so that processes end together.
+# Functions of a device, by name. The longest ones are first, so that both processes end at nearly the same time.
 STEPS: dict[str, Callable[[str], None]] = {
     "recipe:nvfp4": partial(_recipe, "nvfp4"),
     **{
@@ -90,7 +90,7 @@ STEPS: dict[str, Callable[[str], None]] = {
 
 def _begin() -> None:
     """Begin a worker."""
-    # Its parent shows its progress, and handles Ctrl-C.
+    # The parent process shows the progress, and handles Ctrl-C.
     silence()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -101,9 +101,10 @@ def _run(name: str, device: str) -> None:
 
 
 def compile_steps(device: str) -> Iterator[str]:
-    """Run all STEPS in this user's cache of machine code, and yield the name of each that is done.
+    """Run all STEPS, which fills this user's cache of machine code, and yield the name of each step that is done.
 
-    If the machine has two cores, two other processes share the steps, and draw no random numbers of this process.
+    For the CPU of a machine with two or more cores, two other processes share the steps. They draw no random numbers of
+    this process.
     """
     if device != "cpu" or (os.cpu_count() or 1) < _PROCESSES:
         silence()
@@ -111,7 +112,7 @@ def compile_steps(device: str) -> Iterator[str]:
             step(device)
             yield name
         return
-    # Spawned: in a fork of a process whose torch has threads, a lock may be held that no thread will release.
+    # Processes are spawned: in a fork of a process whose torch has threads, a lock may be held that no thread releases.
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn"), _begin) as pool:
         try:
             waiting = {pool.submit(_run, name, device): name for name in STEPS}

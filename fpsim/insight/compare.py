@@ -40,8 +40,8 @@ class Comparison(Rows):
     """Comparison of two runs of one batch: a row for each result and gradient in the order of the run; see `compare`.
 
     losses: the loss of `a`, and the mean loss of `b` over the draws; None without a loss.
-    kl: mean Kullback-Leibler divergence of b's outputs from a's in nats, with the last axis as logits; None if the
-        model returns no such tensor.
+    kl: mean Kullback-Leibler divergence of b's outputs from a's in nats, with the last axis as logits; None if no
+        output has such an axis.
     """
 
     def __init__(self, names: tuple[str, str]) -> None:
@@ -56,13 +56,13 @@ class Comparison(Rows):
         return next((row for row in self if row["role"] == role and row["relative"] != 0), None)
 
     def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
-        """Return the first row of a role whose error is at least `by` times the entering and the first error.
+        """Return the first row of a role whose error is at least `by` times both the entering and the first error.
 
-        Returns None if no error grows so much.
+        Returns None if there is no such row.
         """
         require_number("by", by, 1)
-        # The first error is that of rounding one tensor to the format. At many operations an error of that size grows
-        # from nearly nothing, and says nothing about the operation.
+        # The first error comes from rounding one tensor to the format. At many operations an error of this size follows
+        # a far smaller entering error. Such growth says nothing about the operation.
         first = self.begins(role)
         least = math.inf if first is None else by * first["relative"]
         return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
@@ -70,8 +70,7 @@ class Comparison(Rows):
     def breaks(self, role: str = "activation") -> dict[str, Any] | None:
         """Return the first row of a role that became inf; else the first row of which nothing is left; else None.
 
-        Nothing is left of a result whose relative error is at least 0.9, if the entering error is less than half of
-        that.
+        Nothing is left of a result whose relative error is at least 0.9, if the entering error is below 0.45.
         """
         require_word("role", role, ROLES)
         rows = [row for row in self if row["role"] == role]
@@ -111,7 +110,7 @@ class Comparison(Rows):
 
 
 def nothing_is_left(relative: float, entering: float) -> bool:
-    """True if an operation lost its result: the relative error is near 1, and that of its operands below half of it."""
+    """True if an operation lost its result: its relative error is at least 0.9, and the entering error below 0.45."""
     return relative >= GONE and entering < GONE / 2
 
 
@@ -160,9 +159,9 @@ def compare(
 
     Each row is of one result (role "activation"), its gradient ("error") or a parameter's gradient ("weight_grad"):
 
-    - relative: |b - a| / |a|, with Euclidean norms; with several draws its root mean square. It is inf if a is finite
-      and b is not.
-    - cosine: of the angle between a and b, the mean over the draws.
+    - relative: |b - a| / |a|, with Euclidean norms; for several draws, the root mean square over the draws. It is inf
+      if a is finite and b is not.
+    - cosine: the cosine of the angle between a and b, averaged over the draws.
     - bias: |mean of b - a| / |a|. For pure noise it tends to relative / sqrt(draws). None for one draw.
     - snr: |mean of b| / the standard deviation over the draws, the gradient-to-noise ratio. None for one draw.
     - amax_a, amax_b: the largest finite magnitudes.
@@ -174,16 +173,16 @@ def compare(
     is a function without arguments that runs `model`, or a batch.
 
     With a batch, `model` stays as it is: both runs are on copies, with the same dropout. A step function runs the model
-    itself, whose formats, parameters, buffers and gradients are restored; the loss is the function's result, if it
-    returns one. All results and gradients of `a` are kept until the end. Views and copies of a result have no rows. A
-    fused operation, such as an LSTM, has one row.
+    itself, whose formats, parameters, buffers and gradients are restored; the loss is the number that the function
+    returns, if any. All results and gradients of `a` are kept until the end. Views and copies of a result have no rows.
+    A fused operation, such as an LSTM, has one row.
 
     Args:
         model: any module, quantised or not.
         a, b: formats or policies, as for `quantize`; None is float32.
         batch: the arguments of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        loss: a function from the model's output to a scalar. None takes the output's `loss`; if there is none, only the
-            forward pass runs.
+        loss: a function from the model's output to a scalar. None takes the output's `loss`; if the output has none,
+            only the forward pass runs.
         draws: how often `b` is run, each time with other noise of stochastic rounding.
         seed: the seed of dropout and noise.
 
@@ -252,7 +251,7 @@ Run = Callable[[FormatLike, int, int, Any], tuple[Tensor | None, float | None]]
 
 
 def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Run:
-    """Return a function that runs the model in a format, seeded, under a visitor, and returns outputs and loss."""
+    """Return a function that sets the seeds, runs the model in a format with a visitor, and returns output and loss."""
     if is_function(batch):
         return partial(_run_step, model, as_step(model, batch, loss, "compare"))
     # `_run_batch` quantises a copy for each run, and `quantize` needs a plain model.
@@ -263,7 +262,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
 def _run_step(
     model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
 ) -> tuple[None, float | None]:
-    """Run a step once and return its loss. It runs the model in its closure, whose own formats are switched."""
+    """Run a step once and return its loss. The step calls `model` itself, so the formats of `model` are switched."""
 
     def run(undo: Undo) -> Any:
         preserve(model, undo)
@@ -367,7 +366,7 @@ class Errors:
     def relative(self, key: Key) -> float | None:
         """Return the relative error; None if it was not measured.
 
-        It is inf if the other run is not finite, or if the first run has only zeros and the other one has not.
+        It is inf if the other run is not finite, or if the first run has only zeros and the other run does not.
         """
         if key not in self._norms:
             return None

@@ -38,8 +38,8 @@ class Diagnosis(Rows):
     cause: the first inf or NaN, otherwise the first saturation; None if nothing broke.
     operands: rows of the operands of the cause.
     chain: rows of the operations from the cause to the loss, with their results and gradients.
-    run: rows of all operations: the finite amax and the non-finite share of the result, and of its gradient.
-    layers: rows of the largest scale at which each gradient fits, from the smallest on; only for a step with a scaler.
+    run: a row for each operation: the finite amax and the non-finite share of its result, and of the result's gradient.
+    layers: a row for each gradient, with the largest scale at which it fits, the smallest first; only with a scaler.
     checked: the checks that were made, in words.
     scale: the scaler's scale, and the largest power of two at which no gradient overflows; None without a scaler.
     """
@@ -107,7 +107,7 @@ def diagnose(
     loss: Callable[[Any], Tensor] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Diagnosis:
-    """Run a step, and name the place where inf, NaN or saturation first appears, its operands, and the way to the loss.
+    """Run a step; name the operation where inf, NaN or saturation first appears, its operands, and the path to loss.
 
     A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's step. The
     model may be float32, under autocast or quantised. Parameters, buffers, gradients and random numbers are restored
@@ -124,9 +124,9 @@ def diagnose(
     - caller, note: the caller of a module that has several callers, and a remark.
 
     Masks are left out: infinities that were filled in, and finite constants such as -1e9, unless a softmax gives weight
-    to them. Saturation is found in formats of single numbers and of one scale for a tensor. Nothing is seen inside of
-    recomputation in a checkpoint, custom autograd functions and compiled code. If nothing breaks, parameters, buffers
-    and gradients are checked after the step.
+    to them. Saturation is found in formats without scales, and in formats with one scale for the whole tensor. Nothing
+    is seen inside of recomputation in a checkpoint, custom autograd functions and compiled code. If nothing breaks,
+    parameters, buffers and gradients are checked after the step.
 
     Args:
         model: the model of the step.
@@ -157,7 +157,8 @@ def diagnose(
         raise nothing_ran(model, "diagnose")
     result = Diagnosis()
     result.extend(seen.told(event, operation) for event, operation in seen.broken)
-    # A saturated number is finite, and the step continues with it. If an inf or NaN comes later, that is the cause.
+    # A saturated number is finite, and the step continues with it. If an inf or NaN appears later, the inf or NaN is
+    # the cause.
     of_cause = next((pair for pair in seen.broken if pair[0]["kind"] != "saturation"), next(iter(seen.broken), None))
     if of_cause is not None:
         result.cause, operation = seen.told(*of_cause), of_cause[1]
@@ -198,7 +199,7 @@ def _read_forward(operation: Operation) -> Rows:
 
 
 def _read_backward(operation: Operation) -> Rows:
-    """Return rows of the tensors from which a result's gradient is computed: its readers' gradients and operands."""
+    """Return rows of the tensors that a result's gradient is computed from: gradients and operands of its readers."""
     rows = Rows()
     for child in operation.children:
         # Go through views to the operations that compute with them.
@@ -227,7 +228,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
         trace = traced(model, seen, "diagnose", undo)
         preserve(model, undo)
         trace.run(step)
-        # If something broke, this is not needed: an inf or NaN of the step is in the gradients as well.
+        # If something broke in the step, the final tensors need no check: its inf or NaN is in the gradients as well.
         if not seen.broken:
             seen.afterwards(model)
 
@@ -238,7 +239,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
 def _scales(
     model: nn.Module, step: Callable[[], object], scaler: torch.amp.GradScaler, state: dict[str, Any]
 ) -> tuple[tuple[float, float | None], Rows]:
-    """Return a scaler's scale and the largest power of two that fits all gradients, and rows of each gradient's."""
+    """Return (the scaler's scale, the largest power of two at which all gradients fit), and a row for each gradient."""
 
     def at(log2_scale: int) -> Seen:
         scaler.load_state_dict({**state, "scale": math.ldexp(1.0, log2_scale)})
@@ -265,8 +266,8 @@ def _scales(
     rows.sort(key=lambda row: row["fits"])
     if not rows:
         return (now, None), rows
-    # The estimate assumes that gradients are linear in the scale. With rounding they are not quite, so neighbours of
-    # the estimate are tried.
+    # The estimate assumes that gradients are linear in the scale. Rounding makes them slightly nonlinear, so neighbours
+    # of the estimate are tried.
     log2_scale = max(min(int(math.log2(rows[0]["fits"])), MOST_SCALE), base)
     while log2_scale > base and _overflows(at(log2_scale)):
         log2_scale -= 1
@@ -281,10 +282,10 @@ def _overflows(seen: Seen) -> bool:
 
 
 class Seen(Timeline):
-    """A timeline whose events are rows: one for each kind of number that breaks at a place.
+    """A timeline whose events are rows: one for each kind (inf, -inf, NaN or saturation) that appears at a site.
 
     broken: the rows in the order of time, each with its operation.
-    limits: by site, the ends of the formats to which gradients are rounded.
+    limits: by site, the largest number of the format to which the gradient is rounded.
     unrounded: by site and role, the amax of gradients before they are rounded.
     """
 
@@ -322,8 +323,8 @@ class Seen(Timeline):
     def told(self, event: dict[str, Any], operation: Operation | None) -> dict[str, Any]:
         """Return the row of an event, with the number of calls of its site, and the caller of a shared module."""
         caller = ""
-        # Usually a module is called by the module around it, whose name its own name begins with. No name begins with
-        # "\0".
+        # A module is usually called by the module around it, and its name begins with the caller's name. No name begins
+        # with "\0", which stands for a missing caller here.
         if operation is not None and operation.module and not operation.module.startswith(operation.caller or "\0"):
             caller = operation.caller
         calls = 1 if operation is None else self.calls.get(operation.site, 1)
@@ -418,7 +419,7 @@ class Seen(Timeline):
             self._note(at, role, numbers, after)
 
     def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
-        """Note inf and NaN in a tensor, if none of the tensors before it has them."""
+        """Note inf, -inf and NaN in a tensor, unless a tensor from which it is computed has the same kind."""
         ends = [numbers.largest, self.limits.get(operation.site, math.inf)]
         # Under autocast, as in `_scales`, a float32 gradient was cast from the dtype in which the result was read.
         if is_backward(role):

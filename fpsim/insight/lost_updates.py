@@ -24,9 +24,9 @@ __all__ = ["LostUpdates", "lost_updates", "unrecorded"]
 def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
     """Record the updates of an optimizer that are lost by rounding, until the end of the block or `detach()`.
 
-    An update is lost if the optimizer computed one that is not zero, and the stored weight, with its compensation or
-    its master copy, stayed the same. On a card each recorded step waits for the card. Stochastic rounding loses single
-    updates too, but it makes others larger: its `edq` is 1 on average.
+    An update is lost if it is not zero, and the stored weight, with its compensation or its master copy, stays the
+    same. On a card each recorded step waits for the card. Stochastic rounding loses single updates too, but it makes
+    others larger: its `edq` is 1 on average.
 
     Args:
         quantized: the object that `quantize_optimizer` returned.
@@ -183,7 +183,7 @@ class LostUpdates:
         return self.rows().to_frame()
 
     def table(self) -> Rows:
-        """Return a row for each parameter, over all recorded steps, sorted from the largest share of lost updates on.
+        """Return a row for each parameter, over all recorded steps, the largest share of lost updates first.
 
         at_first: the share of the parameter's weights that have the value with which the record began.
         """
@@ -192,12 +192,12 @@ class LostUpdates:
 
     @property
     def share(self) -> float | None:
-        """The share of lost updates of all parameters and recorded steps; None before the first."""
+        """The share of lost updates of all parameters and recorded steps; None before the first recorded step."""
         return self._whole().share
 
     @property
     def edq(self) -> float | None:
-        """The ratio of effective to intended update of all parameters and recorded steps; None before the first."""
+        """The ratio of effective to intended updates of all parameters and recorded steps; None before the first."""
         return self._whole().edq
 
     def _whole(self) -> UpdateCounts:
@@ -209,7 +209,7 @@ class LostUpdates:
 
     @property
     def words(self) -> str:
-        """The update of the optimizer, in words."""
+        """A description of the optimizer's `Update`."""
         quantized = self._of()
         return "an optimizer that is gone" if quantized is None else str(quantized.update)
 
@@ -228,7 +228,7 @@ class LostUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the record of which `state` is the `state_dict`, for an optimizer of the same parameters.
+        """Continue the record whose `state_dict` is `state`, for an optimizer of the same parameters.
 
         Raises:
             TypeError: for anything but a mapping.

@@ -1,4 +1,4 @@
-"""Find masks, numbers that hide positions, such as -inf before a softmax, and softmaxes that weight these positions."""
+"""Find masks, such as -inf before a softmax, that hide positions, and softmaxes that give these positions weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_mask_like(x: Tensor) -> bool:
 def masked_in(
     operation: Operation, operands: list[Tensor], arguments: tuple[Any, ...], result: Tensor
 ) -> Tensor | None:
-    """Return where a finite constant, or a tensor of such constants, masks the result; None if nothing is masked."""
+    """Return the positions of a result that a finite constant, or a tensor of such constants, masks; None if none."""
     spelling = spelling_of(operation.name)
     name, kind = spelling.row.name, spelling.row.kind
     if name in ("masked_fill", "where"):
@@ -71,7 +71,8 @@ def _masks(source: Operation | None, x: Tensor) -> bool:
     if not x.numel() or not float(x.amin()) <= _FAR:
         return False
     # A mask from outside may also hold a bias for positions, which is not above zero. A result of the model may be
-    # scores, and some scores may be as far below zero as a mask's constants. So it must hold zeros apart from these.
+    # scores, and some scores may be as far below zero as a mask's constants. So a result is a mask only if all its
+    # other numbers are zero.
     return not bool((x > 0).any() if source is None else ((x > _FAR) & (x != 0)).any())
 
 

@@ -78,9 +78,9 @@ class Mismatch(Rows):
     decisions: a row for each topk and argmax call: the share of decisions that differ, and a's margin in these.
     replayed: the mean KL with a's decisions in b; None if no decision differs.
     tried: remedies, each with its mean |dlogp| and KL.
-    weights: truncated importance weights.
+    weights: statistics of truncated importance weights.
     alone: the modules that only one side has, by side. unlike: the modules that cannot be compared, with the reason.
-    passes: how often a model ran. resumed: how many of these runs began at the first module that they change.
+    passes: how often a model ran. resumed: how many of these runs began at the first changed module.
     notes: the comparison with a dump, and its limits, in words.
     """
 
@@ -105,7 +105,7 @@ class Mismatch(Rows):
 
     @property
     def is_beyond(self) -> bool:
-        """True if a difference is more than another order of sums makes, in a named module or in one not compared."""
+        """True if a named module, or one not compared, differs by more than another order of sums explains."""
         return bool(self) or self._is_elsewhere
 
     @property
@@ -247,14 +247,14 @@ def mismatch(
     """Measure how much two engines disagree on the same tokens; name the modules that cause it, its kind, and a remedy.
 
     `a` trains and `b` samples: two policies of one model, or two implementations. The *own code* of each module is its
-    computation without the modules that it calls. It is run on the same inputs on both sides, with the same modules
-    inside. If the results differ by more than `MARGIN` times the effect of another order of its sums, the module is a
-    place. The share of the KL divergence that a place explains is measured in two ways: by putting it back (b with a's
-    own code there) and by adding it (a with b's own code there). The two differ if errors compensate. A place's kind is
-    one of: formula, rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
+    computation without the modules that it calls. Both sides' own code runs on the same inputs, with the same inner
+    modules. If the results differ by more than 4 times the effect of another order of its sums, the module is a place.
+    The share of the KL divergence that a place explains is measured in two ways: by putting it back (b with a's own
+    code there) and by adding it (a with b's own code there). The two shares differ if errors compensate. A place's kind
+    is one of: formula, rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
 
-    Both models run in eval mode, without gradients, and are left as they were. Each side runs in a thread of its own,
-    so the formats, autocast and modes of one side do not reach the other.
+    Both models run in eval mode, without gradients, and are left as they were. Each side runs in a separate thread, so
+    the formats, autocast and modes of one side do not reach the other.
 
     Args:
         a, b: modules, quantised or not. One of them may be a dump of an engine (`dump`, a hook, msprobe), as a path or
@@ -266,16 +266,16 @@ def mismatch(
         tokens, mask: functions from a batch to ids, and to a mask that is false at padding, (batch, time); None takes
             `input_ids` and `attention_mask`. Padding counts nowhere.
         names: {name in b: name in a} for modules or prefixes that differ: {"transformer.h": "model.layers"}. With a
-            dump, {name in the dump: name in the model}. It may have endings, and several names for a fused module:
-            {"*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj")}.
+            dump, {name in the dump: name in the model}. A name may be an ending, and a fused module may have several
+            names: {"*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj")}.
         eps: the report counts ratios p / q outside of 1 - eps to 1 + eps.
         attribution: "both", "back" (half of the passes) or "none".
         seed: the seed of stochastic rounding and of the intervals.
         progress: a function that is called after each pass.
 
     Returns:
-        A `Mismatch`, which prints as a report. It takes at most 2 n + 20 passes for n modules. In one of them each
-        module runs once for each level of nesting.
+        A `Mismatch`, which prints as a report. For n modules, at most 2 n + 20 passes are run. In one of these passes,
+        each module runs once for each level of nesting.
 
     Raises:
         TypeError: for a value that is not a module, or not a batch.
@@ -389,7 +389,7 @@ class _Runs:
             return np.full(sum(len(ids) for ids, _ in self.read), math.nan)
 
     def one_by_one(self, side: str) -> Figures | None:
-        """Compare runs of each sequence alone with runs of its batch; None if a batch's parts are not known."""
+        """Compare runs of each sequence alone with runs of its batch; None if a batch fails `has_known_parts`."""
         parts = []
         for i, batch in enumerate(self.batches):
             ids, valid = self.read[i]
@@ -436,7 +436,7 @@ def _found(
     total, floor = result.figures, result.floor
     assert total is not None
     assert floor is not None
-    # Such a difference is negligible compared with that of another order of sums.
+    # Such a difference is negligible compared with the effect of another order of sums.
     if total.mean_dlogp <= BELOW * floor.mean_dlogp:
         places = []
     for place in places:
@@ -476,7 +476,7 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # A part of a batch has another scale for the tensor, and other random numbers. That is no other order of sums.
+    # A part of a batch has other per-tensor scales and random numbers, which change more than the order of sums.
     alone = None if pair.has_drawn or has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
@@ -504,7 +504,7 @@ def _name_first(result: Mismatch, measured: Measured, floors: Measured, places: 
 
 
 def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, seed: int) -> None:
-    """Measure each place's share of KL: the part that is gone with a's code there, and the KL of a with b's there."""
+    """Measure each place's share of the KL: what a's code there removes from b, and what b's code there adds to a."""
     whole = total.by_sequence[:, 0]
     for row in result:
         name = row["module"]
@@ -521,7 +521,7 @@ def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, 
 
 
 def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
-    """Put places back, from the one that explains most on, until half of the KL is gone."""
+    """Put places back, the largest share first, until half of the KL is gone."""
     back: list[str] = []
     for row in result[:MOST_BACK]:
         back.append(row["module"])

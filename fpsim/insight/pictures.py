@@ -97,7 +97,7 @@ def apart_from_pyplot() -> Iterator[None]:
 
 
 def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
-    """Name the sites along the vertical axis, from the top; if they are many, only some of them and the marked one."""
+    """Name the sites along the vertical axis, from the top. If there are many, name some of them and the marked one."""
     # Names closer than `every` to the marked name are left out, because they would be printed over it.
     every = max(-(-len(sites) // LABELS), 1)
     places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
@@ -268,9 +268,9 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 def plot_magnitudes(
     counts: Mapping[int, int], lost: Mapping[int, int], limits: Mapping[str, float], title: str
 ) -> Figure:
-    """Plot how many magnitudes of a tensor have each exponent, and how many of these became zero by rounding.
+    """Plot how many elements of a tensor have each exponent, and how many of these elements rounding made zero.
 
-    counts, lost: these two numbers, by exponent.
+    counts, lost: by exponent, the number of elements, and the number of elements that rounding made zero.
     limits: {name: log2 of a magnitude}, drawn as lines.
     """
     picture, axes = new_axes(7.2, 3.2)

@@ -33,7 +33,7 @@ __all__ = [
 class Glance:
     """Statistics of a tensor from one pass over it.
 
-    count, nonzero: the number of elements, and of those that are not zero.
+    count, nonzero: the number of elements, and the number of elements that are not zero.
     low, high: the smallest and the largest finite number; 0 if there is none.
     nan, plus, minus: the numbers of NaN, inf and -inf.
     ends: the number of elements that are float32's largest number or its negative. These are masks, and `low` and
@@ -94,7 +94,7 @@ def glance(x: Tensor) -> Glance:
     if not x.numel():
         return Glance(0, 0, 0.0, 0.0, largest=largest)
     count, nonzero, (low, high) = x.numel(), int(torch.count_nonzero(x)), map(float, torch.aminmax(x))
-    # In float32 `torch.finfo(x.dtype).min` is a mask, as -inf is, and no format changes it.
+    # In float32, `torch.finfo(x.dtype).min` is a mask like -inf, which stays as it is under every format.
     beyond = largest if x.dtype is torch.float32 else math.inf
     # One pass is enough for most tensors. If any element is NaN, aminmax returns NaN, and this condition is False.
     if -beyond < low and high < beyond:
@@ -143,11 +143,11 @@ class Ends:
 
     @classmethod
     def of_spec(cls, spec: Spec, scale: float | None = None) -> Ends:
-        """Return the ends of a format; with a shared scale, the ends at this scale, or 0 and inf if it is unknown."""
+        """Return the ends of a format. If numbers share scales, these are the ends at `scale`; 0 and inf for None."""
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)
-        # Each block has a range of its own, so it is not known which numbers are outside of it.
+        # Each block has a separate range, so it is not known which numbers are outside of their block's range.
         if isinstance(fmt, BlockFormat):
             return cls(str(fmt), math.inf, 0.0, None)
         return cls(str(fmt), fmt.largest, float(getattr(fmt, "smallest", 0.0)), spec)
@@ -174,7 +174,7 @@ class Ends:
 
 
 def epsilon_of(spec: Spec) -> float:
-    """Return the relative distance of a format's numbers, or its elements; 0 if the absolute distances are equal."""
+    """Return the relative distance of neighbours in a format or its elements; 0 if numbers are equally spaced."""
     return float(getattr(getattr(spec.fmt, "element", spec.fmt), "epsilon", 0.0))
 
 
@@ -199,8 +199,9 @@ def expected_error(spec: Spec | torch.dtype, count: int = 1) -> float:
     if isinstance(spec.fmt, BlockFormat):
         rows, columns = spec.fmt.tile
         count = rows * columns or count
-    # If the numbers of a format are at equal distances, the error depends on the largest number. For `count` normally
-    # distributed numbers this is about sqrt(2 log(count)) deviations; it is taken for the format's largest value.
+    # If the numbers of a format are equally spaced, the error depends on the largest number. For `count` normally
+    # distributed numbers, the largest is about sqrt(2 log(count)) standard deviations. It is assumed to become the
+    # largest value of the format.
     levels = len(element.finite) if isinstance(element, Codebook) else 2**element.word_length
     return more * 2 / levels / math.sqrt(12) * math.sqrt(2 * math.log(max(count, 2)))
 

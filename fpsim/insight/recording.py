@@ -81,7 +81,7 @@ def _loaded(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
                     f"Expected: shape {tuple(mine.shape)} and {mine.dtype}."
                 )
-            # All but `sums` are counts.
+            # All tensors except `sums` hold counts.
             if name != "sums" and bool((its < 0).any()):
                 raise ValueError(f"The state has numbers below 0 among its {name} at {shown(saved['site'])}.")
             mine.copy_(its)
@@ -109,12 +109,12 @@ class Recording:
 
     def wants(self, site: str, role: str) -> bool:
         """True if this call of a site is tallied."""
-        # The emulation asks once for each call, so this method counts the calls.
+        # The emulation calls this method once for each call of a site, so the method counts the calls.
         self._seen[site, role] += 1
         return (self._seen[site, role] - 1) % self._every == 0
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """Tally a tensor before and after it is rounded; the emulation calls this for each call that is wanted."""
+        """Tally a tensor before and after it is rounded; the emulation calls this if `wants` has returned True."""
         # Tensors on device meta have no numbers to count.
         if not holds_numbers(before):
             return
@@ -148,7 +148,7 @@ class Recording:
         return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the recording of which `state` is the `state_dict`. A state that is refused changes nothing.
+        """Continue the recording whose `state_dict` is `state`. A refused state changes nothing.
 
         Raises TypeError for anything but a mapping, ValueError for a mapping that is not the state of a recording.
         """
@@ -176,7 +176,7 @@ class Recording:
 
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
         underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: shares of all
-        numbers. scale_underflow, scale_overflow: shares of all blocks. Each share has its count too: `underflow_count`.
+        numbers. scale_underflow, scale_overflow: shares of all blocks. Each share has a count too: `underflow_count`.
         amax, sqnr_db, scale_bias, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: also as in a `Tally`, but
         only for gradients of activations. scale_share, dead_zone_share, grid_share: the `error_shares` of a `Tally`.
         """
@@ -249,7 +249,7 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> A
     Args:
         model: a model that `fpsim.quantize` returned.
         every: tally each n-th call of a site.
-        into: an earlier recording to continue, with its own `every`.
+        into: an earlier recording to continue; its `every` replaces the argument `every`.
 
     Raises:
         ValueError: for a model that is not quantised, and for one that is being recorded already.
@@ -282,7 +282,7 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
 
 
 def observe(model: nn.Module, observer: Observer, undo: Undo) -> None:
-    """Show the roundings of a quantised model to an observer, until it is undone.
+    """Show the roundings of a quantised model to an observer, until `undo` runs.
 
     Raises ValueError for a model that is not quantised, and for one that has an observer.
     """

@@ -60,7 +60,7 @@ class Sensitivity(Rows):
 
         A module's float32 result may be too large for the format of its reader, even if the loss is finite with all
         modules in the formats. Then modules without parameters, such as a relu, are left in float32 too, if that
-        repairs the loss. Otherwise the next module in the ranking is taken instead.
+        repairs the loss. Otherwise the next module in the ranking replaces this module.
 
         Raises ValueError for more modules than there are, and if no k modules that were tried leave the loss finite.
         """
@@ -130,9 +130,9 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
 
     Args:
         model: any module, quantised or not.
-        loss: a function from a model to its loss, on the data that is to decide. It is called under torch.no_grad(),
-            unless it enables gradients itself. Or, as in the other tools, a step: a function without arguments that
-            returns the loss, or a batch for a model whose output has a `.loss`.
+        loss: a function from a model to its loss, on data of your choice. It is called under torch.no_grad(), unless it
+            enables gradients itself. Or, as in the other tools, a step: a function without arguments that returns the
+            loss, or a batch for a model whose output has a `.loss`.
         policy: the small formats, as for `quantize`.
         seed: the seed of dropout and noise.
 
@@ -273,7 +273,7 @@ def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
 
 
 def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None:
-    """Note which modules replace the first k, if the loss is not finite with these in float32.
+    """Note which modules replace the k most costly modules, if the loss is not finite with these in float32.
 
     bare: the modules without a row, such as relus. They round their results too.
     """
@@ -284,12 +284,12 @@ def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None
         return math.isfinite(without[wide[0]] if len(wide) == 1 else losses.under(ranking._leaving(wide)))
 
     def repaired(wide: list[str]) -> list[str] | None:
-        """Return these modules and as few bare ones as make the loss finite; None if even all bare ones do not."""
+        """Return these modules, plus the bare ones that a finite loss needs; None if all bare ones are not enough."""
         if is_finite(wide):
             return wide
         if not bare or not is_finite([*wide, *bare]):
             return None
-        # One bare module may not be enough, so all are taken first, and then one after the other is dropped.
+        # One bare module may not be enough. So start with all of them, and drop each one that is not needed.
         beside = [*bare]
         for name in bare:
             fewer = [other for other in beside if other != name]
@@ -339,10 +339,9 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
     """Name the layers whose product with a weight reaches the loss without another such product.
 
     For a classifier or a language model this is the head, for a detector each head. If the head shares the embedding's
-    weight, it is the module that multiplies by this weight. The gradient that arrives at these layers is the gradient
-    of the loss: a few large elements, and many small ones whose sum is as large. If it is rounded to nearest in 4 bits,
-    the small elements are lost, and sums are wrong at any scale. A model that keeps these layers in a wider format
-    trains:
+    weight, the module that multiplies by this weight is named. The gradient that arrives at these layers is that of the
+    loss: a few large elements, and many small ones whose sum is as large. If it is rounded to nearest in 4 bits, the
+    small elements are lost, and sums are wrong at any scale. A model that keeps these layers in a wider format trains:
 
         policy = fpsim.Policy(error="e2m1fn", overrides=dict.fromkeys(fpsim.last_layers(model, step), "bf16"))
 

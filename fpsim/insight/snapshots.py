@@ -33,7 +33,7 @@ NAMED = 12  # how many sites a warning names
 class Snapshot(NamedTuple):
     """A tensor of one site, before and after it was rounded.
 
-    site, role: those of the tensor, as in `record`.
+    site, role: the site and the role of the tensor, as in `record`.
     format, rounding: the format to which it was rounded, and the rounding.
     call: the number of the site's call, from 1 on.
     before, after: the tensor. Gradients have their true size, even if they are rounded at a scale.
@@ -68,12 +68,12 @@ class Snapshot(NamedTuple):
             ) from None
 
     def plot(self) -> Any:
-        """Plot how many magnitudes each power of two has, and how many of them became zero; needs matplotlib."""
+        """Plot how many elements have each exponent, and how many of these became zero; needs matplotlib."""
         from fpsim.insight.pictures import plot_magnitudes
 
         before = self.before.double().abs()
         is_counted = (before > 0) & before.isfinite()
-        # frexp's mantissas are in [0.5, 1), those of a format in [1, 2).
+        # Significands of frexp are in [0.5, 1), and those of a format in [1, 2).
         exponents = torch.frexp(before[is_counted])[1] - 1
         lost = exponents[self.after.double()[is_counted] == 0]
         counts, lost_counts = (Counter(x.tolist()) for x in (exponents, lost))
@@ -114,7 +114,7 @@ class Snapshots:
         return is_of_roles and any(fnmatchcase(site, pattern) for pattern in self._sites)
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """Write a tensor before and after it is rounded; the emulation calls this for each call that is wanted."""
+        """Write a tensor before and after it is rounded; the emulation calls this if `wants` has returned True."""
         if not holds_numbers(before):
             return
         call = self._seen[site, role]
@@ -208,7 +208,7 @@ def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
 
 
 def safetensors_package() -> Any:
-    """Return the safetensors package. Raises ImportError without it: only the extra `export` requires it."""
+    """Return the safetensors package. Raises ImportError if it is not installed: only the extra `export` has it."""
     try:
         import safetensors.torch
     except ImportError:
@@ -220,7 +220,8 @@ def safetensors_package() -> Any:
 
 def write_tensors(path: Path, words: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file, whole or not at all."""
-    # Copies are written: safetensors refuses tensors that share memory. If nothing was rounded, both are one tensor.
+    # Copies are written, because safetensors refuses tensors that share memory. If nothing was rounded, `before` and
+    # `after` are one tensor.
     own = {name: x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, x in tensors.items()}
     content = safetensors_package().torch.save(own, words)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 
 def preserve(model: nn.Module, undo: Undo) -> None:
-    """Let `undo` restore a model as `Kept` does, the optimizers that step it in the meantime, and random numbers."""
+    """Let `undo` restore a model (see `Kept`), the optimizers that step it until then, and random numbers."""
     kept = Kept(model)
     undo.by(kept.restore)
 
@@ -145,7 +145,7 @@ class WatchingVisitor(Visitor, Observer, Protocol):
 
 
 def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit | None = None) -> Trace:
-    """Show this thread's operations of `model` to a visitor, until it is undone.
+    """Show this thread's operations of `model` to a visitor, until `undo` runs.
 
     The calls of the model are traced from here on; `run` of the returned trace runs a step, and traces its calls
     outside of the model too.
@@ -161,7 +161,7 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     trace.install_alone()
     if isinstance(visitor, WatchingVisitor):
         visitor.trace, trace.on_integers = trace, visitor.cast
-        # A model has only one observer: the visitor would replace that of a recording.
+        # A model has only one observer: the visitor would replace the observer of a recording.
         registered = listeners(model) if is_emulated else []
         require_unrecorded(registered)
         undo.by(partial(_observe, registered, None))
@@ -180,7 +180,7 @@ def _observe(registered: Iterable[Listeners], observer: Observer | None) -> None
 
 
 def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
-    """Return a function that switches the formats of `model` itself, until it is undone.
+    """Return a function that switches the formats of `model` itself, until `undo` runs.
 
     A step runs the model in its closure, so a copy of the model in other formats would not be run.
     """
@@ -292,7 +292,7 @@ def _restore_optimizer(
 
 
 class _KeptState:
-    """The state of one parameter: its tensors with their numbers, at any depth, and their containers."""
+    """Optimizer state of one parameter: its tensors at any depth, copies of their numbers, and their containers."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self.tensors = [(found.x, found.x.detach().clone()) for found in states_in(state)]

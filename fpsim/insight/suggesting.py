@@ -103,7 +103,7 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
 
 
 def does(row: Mapping[str, Any], limits: Limits) -> bool:
-    """True if a format would suffice. For zeros every format suffices, for numbers that are not finite none does."""
+    """True if a format would suffice. Every format suffices for zeros, and no format for non-finite numbers."""
     is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= limits.sqnr_db
     is_moved = row["lost"] is None or row["lost"] <= UPDATES_LOST
     fits = row["underflow"] <= limits.underflow and row["overflow"] <= limits.overflow
@@ -122,15 +122,15 @@ class Plan:
         root = self.modules.get("", self.base)
         # Parents come first, as `policy_of_modules` expects.
         names = sorted((name for name in self.modules if name), key=lambda name: name.count("."))
-        # If the model's own operations have other formats, modules without statistics still have the default ones.
+        # Modules without statistics get the default formats, even if the model's own operations have other formats.
         around = {} if root == self.base else {name.partition(".")[0]: self.base for name in names}
         formats = {"": root, **around, **{name: self.modules[name] for name in names}}
         return policy_of_modules({name: Policy(**own) for name, own in formats.items()})
 
     def widen(self, diagnosis: Diagnosis) -> bool:
-        """Leave more in float32, as little as possible; return False if there is nothing left to leave."""
-        # First the places that broke, then all roles of the module of the cause, then all roles of the modules whose
-        # results that module reads.
+        """Leave a few more roles of modules in float32; return False if no role is left to widen."""
+        # First widen the places that broke; then all roles of the module of the cause; then all roles of the modules
+        # whose results the module of the cause reads.
         changed = [
             self._widen(_module_of(row["site"]), row["role"] if row["role"] in ROLES else "activation")
             for row in diagnosis
@@ -202,7 +202,7 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
     if called is None:
         return Suggestion(plan.policy(), False, "not tried: no call of the model was watched")
     try:
-        # The step runs in float32 first: if it breaks there, it says nothing about formats.
+        # The step runs in float32 first: a step that breaks in float32 says nothing about formats.
         copy = quantize(model, None).float()
         run = _again(copy, called)
         if (diagnosis := diagnose(copy, run)).cause is not None:
@@ -216,8 +216,8 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
                 return Suggestion(policy, True, f"tried on step {called.step} ({times}): all is finite, none saturates")
             if not plan.widen(diagnosis):
                 break
-    # The suggestion is valid without its trial: an error of the model, or too little memory for its copy, is reported
-    # in the words.
+    # The suggestion is valid without its trial: `words` reports an error of the model, or too little memory for its
+    # copy.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         return Suggestion(plan.policy(), False, f"not tried: {type(error).__name__}: {reason}")

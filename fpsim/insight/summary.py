@@ -90,7 +90,8 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
     rounding of stored keys and values.
 
     A table of more than 20 rows has one line for modules whose names differ only in their numbers, `blocks.0-11.fc`.
-    Words that would make the table wider than 100 columns stand below it. The rows themselves are those of all modules.
+    Words that would make the table wider than 100 columns are printed below it. The result itself has a row for each
+    module.
 
     For a quantised optimizer, the rows have the bytes of each parameter in its formats, for the weight, its copies, its
     states and their scales, and the bytes in float32.
@@ -146,7 +147,7 @@ def _under(
     """Yield the name, the module, the formats and the products of each module that runs emulated.
 
     name: the module's name in sites, even if another library has moved the module.
-    around: the formats of the module around; None if that is not quantised.
+    around: the formats of the module around; None if the module around is not quantised.
     products: the products of the module around.
     """
     # A module that is registered under two names runs under one policy, and has only one row.
@@ -177,7 +178,7 @@ def _stored_bytes(quantized: QuantizedOptimizer) -> Rows:
 
 
 def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
-    """Count the bytes of one parameter; the number of each kind is rounded up."""
+    """Count the bytes of one parameter's tensors; the bits of each tensor are rounded up to bytes."""
     x = store.parameter
     parts: list[tuple[str, tuple[int, int]]] = [("weight", _bits(x, store.weight))]
     parts += [("copies", bits) for bits in _copies(store)]
@@ -213,7 +214,7 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
     fmt = storage.spec.fmt
     if not isinstance(fmt, BlockFormat):
         return int(fmt.bits) * x.numel(), 0
-    # The second scale is float32. It belongs to the whole tensor, or to each n of its elements.
+    # The second scale is float32. There is one for the whole tensor, or one for each n elements.
     n = fmt.tensor_scale
     seconds = int(n) if isinstance(n, bool) else _blocks(x, replace(fmt, block=n, tensor_scale=False))
     return int(fmt.element.bits) * x.numel(), _blocks(x, fmt) * fmt.scale.bits + FLOAT32 * seconds
@@ -221,7 +222,7 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> int:
     """Count the scales of a tensor."""
-    # Blocks of a number of elements are consecutive in the memory of a tensor of any shape.
+    # A block of n elements is contiguous in memory, whatever the shape of the tensor.
     if isinstance(fmt.block, int):
         return math.ceil(x.numel() / fmt.block)
     if fmt.block == "tensor" or x.dim() < 2:
@@ -268,7 +269,8 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
 
 def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
     """Split tuples into Cartesian products of sets."""
-    # A line with two ranges means all pairs of their numbers. So first numbers share a line only if the rest is equal.
+    # A line with two ranges stands for all pairs of numbers. So first numbers share a line only if they occur with the
+    # same remaining numbers.
     if not places[0]:
         return [()]
     behind: dict[int, list[tuple[int, ...]]] = {}
@@ -294,7 +296,7 @@ def _runs(values: Sequence[int]) -> str:
 def shown_in(lines: Sequence[Line], roles: Sequence[str]) -> str:
     """Return the table, in at most WIDTH columns if possible: long words are moved below it."""
     notes: list[str] = []
-    # Each step shortens the table further. It is taken only if the table is still too wide.
+    # Each step shortens the table further, and is applied only if the table is still too wide.
     text = _table(lines, roles)
     if _width(text) > WIDTH:
         lines, below = _lettered(lines, "products", string.ascii_uppercase)
@@ -353,7 +355,7 @@ def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Lin
 
 
 def _note(letter: str, words: str) -> str:
-    # Long words are names of operations and formats, which could not be found if they were broken.
+    # Long words are names of operations and formats. A text search would not find a name that is broken across lines.
     return textwrap.fill(f"{letter}: {words}", WIDTH, subsequent_indent=" " * (len(letter) + 2), break_long_words=False)
 
 

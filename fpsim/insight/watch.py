@@ -1,4 +1,4 @@
-"""watch(model): measure the effect of formats on the tensors of a training that goes on unchanged."""
+"""watch(model): measure the effect of formats on the tensors of a model in training, without changing any result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ __all__ = ["Watch", "watch"]
 
 FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
 EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
-# Limits within which a format suffices: shares of the numbers, and a ratio in dB. In range e5m2 has 25, e4m3fn 31 dB.
+# Limits within which a format suffices: shares of the numbers, and a ratio in dB. Within its range, e5m2 has 25 dB and
+# e4m3fn 31 dB.
 UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
 OPERANDS = ("activation", "error", "weight")  # the roles of tensors that enter products
 MOST_NAMED = 8  # how many parameters a line names
@@ -73,8 +74,8 @@ def watch(
     Gradients are measured as they are in the backward pass, including the scale of a GradScaler. Recomputation in a
     checkpoint and operations outside of the model are not seen. With DistributedDataParallel, watch the wrapped module.
     If several threads run the model, only the first one to call it is watched; copies of the model are not. The watch
-    also ends when its result is garbage-collected. If the model is compiled with `model.compile()`, watch it after
-    that; calls of torch's own containers under `torch.compile` are not seen.
+    also ends when its result is garbage-collected. If you compile the model with `model.compile()`, watch it after
+    compiling; calls of torch's own containers under `torch.compile` are not seen.
 
     There are two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which
     runs the step once, restores the state from before, and ends.
@@ -245,7 +246,7 @@ class Watch:
         return torch.is_grad_enabled() and self._trace.claim() if self._is_watching else self._begin_step()
 
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Keep a call's inputs and, when they arrive, the gradients of its outputs: a policy is tried on these."""
+        """Keep a call's inputs and, once computed, its outputs' gradients: a suggested policy is tried on them."""
         self._called = called = Called(self.steps, args, kwargs)
         outputs = output_tensors(out)
         if not outputs or any(map(_is_broken, outputs)):
@@ -302,7 +303,7 @@ class Watch:
             self._sums[key].add(x, _rounded(x, spec), cut, row)
 
     def _add_lost(self, name: str, before: Tensor, after: Tensor) -> None:
-        """Count the updates that would change nothing in parameters of each format."""
+        """Count, for each format, the updates that would change nothing if the parameters were stored in it."""
         if not holds_numbers(before):
             return
         for spec in self.specs:
@@ -317,10 +318,11 @@ class Watch:
     def rows(self) -> Rows:
         """Return a row for each watched step, site, role and format.
 
-        underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
-        become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the number of
-        binades that hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN, without masks. lost: share of
-        the updates that would change nothing in parameters of the format. row_bias, kurtosis: for "error", see `Tally`.
+        underflow: share of the non-zero numbers that would become zero. overflow: share of all numbers that would
+        saturate or become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the
+        number of binades that hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN, without masks. lost:
+        share of the updates that would change nothing if the parameters were stored in the format. row_bias, kurtosis:
+        for "error", see `Tally`.
         """
         if self._trace.is_replaced:
             warnings.warn(
@@ -349,7 +351,7 @@ class Watch:
         return self.rows().to_frame()
 
     def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
-        """Count the sites at which each format suffices: a row for each role and format, with the worst of all steps.
+        """Count the sites at which each format suffices: a row for each role and format, with the worst values.
 
         do: the number of the `sites` at which the format suffices in every watched step. It does not suffice if numbers
             are not finite, or if more than half of the updates would change nothing (`lost`).
@@ -379,8 +381,8 @@ class Watch:
     def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
         """Return a policy that the statistics suggest, without scaling of gradients.
 
-        A role gets the smallest of the formats that suffice at 90 % of its sites, or float32. If that format does not
-        suffice at all sites of a module, the module gets the smallest format that does. Formats whose numbers share
+        A role gets the smallest of the formats that suffice at 90 % of its sites, or float32. If a site of a module
+        needs more, the module gets the smallest format that suffices at all its sites. Formats whose numbers share
         scales are left out, because a role cannot have one. The policy is then tried on the last watched call, with the
         same inputs and gradients and the current parameters; sites with inf, NaN or saturation stay float32. Warns if
         the policy could not be tried.
@@ -483,9 +485,9 @@ class _WatchedSteps:
             self._before[name] = (p if quantized is None else quantized.seen_by_the_model(p)).detach().clone()
 
     def end(self, parameters: Mapping[str, nn.Parameter], step: int) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-        """Return the kept parameters by name, with their values before and now; count the step's effect on them.
+        """Yield (name, value before the step, parameter) for each kept parameter; count what the step has changed.
 
-        step: the watched call before it.
+        step: the number of the watched call before the optimizer's step.
         """
         kept, self._before = self._before, {}
         if not kept:
@@ -559,7 +561,7 @@ def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str
     """Name the first operation that each format would break, and the first operation that breaks without a format.
 
     broken: the steps whose output is not finite.
-    hidden: the place where each format would turn an infinity into a number.
+    hidden: by format, the place where it would turn an infinity into a number.
     """
     lines = []
     for fmt in dict.fromkeys(row["format"] for row in rows):

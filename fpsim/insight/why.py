@@ -32,8 +32,8 @@ class Why(Rows):
     cause: the first row; None if nothing was found. It has a `stage`, `place`, `role` and `kind`.
     tried: rows of the remedies that were run on this step and worked, each with its loss.
     read: rows of the operands of the cause. chain: the sites from the cause to the loss.
-    run: rows of all operations: the finite amax and the non-finite share of the result, and of its gradient.
-    loss, float32: the loss of the step, and the loss of the step in float32, if that was run.
+    run: a row for each operation: the finite amax and the non-finite share of its result, and of the result's gradient.
+    loss, float32: the loss of the step, and its loss in float32; None if the step was not run in float32.
     checked: the checks that were made, in words. runs: how often the step was run.
     """
 
@@ -72,7 +72,7 @@ class Why(Rows):
         if self.loss is not None:
             words = f"loss {self.loss:.6g}"
             words += f", {self.float32:.6g} in float32" if self.float32 is not None else ""
-            # A finite loss would suggest that float32 works, although a gradient or a buffer is not finite there.
+            # A finite loss would suggest that float32 works, although a gradient or buffer in float32 is not finite.
             is_hidden = self.float32 is not None and math.isfinite(self.float32) and self._float32_bad
             lines.append(words + (f"; not finite there: {self._float32_bad[0]}" if is_hidden else ""))
         others = [f"{row['kind']} at {row['place']}" for row in self[1:4]]
@@ -93,7 +93,8 @@ class Why(Rows):
         total = 1 if at is None else self._calls.get(at.site, 1)
         if at is not None and total > 1:
             line += f", call {at.call + 1} of {total}"
-        # Usually the name of a module tells its caller, which is the module around it.
+        # A module is usually called by the module around it, and its name begins with the caller's name. Any other
+        # caller is printed.
         if at is not None and at.module and at.caller and not at.module.startswith(at.caller):
             line += f", called by {at.caller}"
         return line + (f", in batch {event.batch}" if event.batch is not None else "") + "."
@@ -142,7 +143,7 @@ def _article(role: str) -> str:
 
 
 def _cut(sites: list[str]) -> str:
-    # Both ends of the chain are kept: the place that broke, and the loss.
+    # Keep both ends of the chain: the operation that broke, and the loss.
     shown = sites if len(sites) <= 9 else [*sites[:5], "...", *sites[-3:]]
     line = " -> ".join(shown)
     return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
@@ -164,7 +165,7 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: 
 
 
 def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
-    """Return advice for the kind of an event, and whether a format is to blame; "" if there is no advice."""
+    """Return advice for an event, or "". If float32 fails too, the advice says that no format is to blame."""
     is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
     if is_bad and event.fmt in ("float16", "bfloat16"):
@@ -214,8 +215,8 @@ def why(
 ) -> Why:
     """Find the cause of a failing step: its place, role and kind, the numbers, and a remedy that was tried on it.
 
-    It checks in this order, and reports the first problem: inputs, parameters, buffers, gradients and states of the
-    optimizer before the step; each result of the forward pass; the loss; each gradient of the backward pass, and
+    The checks run in this order, and the first problem is reported: inputs, parameters, buffers, gradients and states
+    of the optimizer before the step; each result of the forward pass; the loss; each gradient of the backward pass, and
     gradients that are completely lost; the gradients after accumulation; the optimizer's step, and the share of its
     updates that changed nothing; buffers after the step; finally, the step compared with float32.
 
@@ -227,9 +228,10 @@ def why(
         model: the model of the step.
         step: a function without arguments that runs forward and backward, and may include the optimizer's step; or a
             batch. With a batch, the model's output has a `.loss`, or `loss` computes it.
-        optimizer: the optimizer whose states are checked. It steps after `step`, if `step` does not call it.
+        optimizer: the optimizer whose states are checked. If `step` does not call optimizer.step(), `why` calls it
+            after `step`.
         scaler: the GradScaler that `step` uses.
-        batches: the number of batches; `step(i)` is then called for each i below it.
+        batches: the number of batches; `step(i)` is then called for each i below this number.
         loss: a function from the model's output to a scalar, for a batch.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Parts of `mismatch`: run two models module by module, with modules of one in the places of the other's."""
+"""Parts of `mismatch`: run two models module by module, and replace modules of one model by those of the other."""

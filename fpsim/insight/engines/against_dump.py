@@ -1,4 +1,4 @@
-"""Compare a model with a dump: the figures of the tokens, the places whose own code differs, and what each explains."""
+"""Compare a model with a dump: log-probabilities, modules whose own code differs, and each module's share of the KL."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Asked", "compare_with_dump"]
 
-# The relative difference between the results of two kernels of exp or rsqrt: in float32 it is an ulp in some elements.
-# In a narrow dtype it comes from the few elements that such an ulp rounds to another neighbour.
+# The relative difference between the results of two kernels of exp or rsqrt: in float32, one ulp in some elements. In a
+# narrow dtype, this float32 ulp makes a few elements round to the other neighbour.
 KERNELS = {torch.float64: 2.0**-40, torch.float32: 2.0**-21, torch.float16: 2.0**-16, torch.bfloat16: 2.0**-13}
 BELOW = 0.1  # no module is named while mean |dlogp| is at most this times the floor's
 FAR = 4.0  # a change explains a place if it divides the difference there by more than this
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Site:
-    """A module whose own code computes other numbers than the recorded ones from the engine's inputs."""
+    """A module whose own code, given the engine's inputs, computes other numbers than the recorded ones."""
 
     module: str
     targets: list[Target]
@@ -85,7 +85,7 @@ def compare_with_dump(model: nn.Module, dump: Dump, asked: Asked, result: Any) -
 def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> tuple[_Runs, Recorded, list[Site]]:
     keep_random_numbers(undo)
     steps, batch = _same_tokens(model, dump, asked)
-    # Only the doors and the threads of a pair are needed: its second side is empty, and every run is the model's.
+    # Only the doors and the threads of a pair are needed: its second side is empty, and each run is of the model.
     pair = Pair(model, nn.Identity(), {}, asked.seed, undo)
     known = {name: door.module for name, door in pair.doors["a"].items()}
     sources, alone = _mapped(dump, known, asked)
@@ -174,7 +174,7 @@ def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any
 
 
 def _batch_of(model: nn.Module, steps: Steps) -> Any:
-    """Return the arguments of a model for a dump's tokens, by name if its forward has the names of transformers."""
+    """Return a model's arguments for a dump's tokens, as keywords if its forward has transformers' argument names."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     known: Mapping[str, Any] = {}
     with suppress(TypeError, ValueError):  # a forward without a signature
@@ -196,7 +196,7 @@ def _batch_of(model: nn.Module, steps: Steps) -> Any:
 
 
 class _Runs:
-    """Runs of the model, and the comparison of their log-probabilities with the dump's, if it has any."""
+    """Runs of the model, and the comparison of their log-probabilities with the dump's, if the dump has any."""
 
     def __init__(self, pair: Pair, batch: Any, steps: Steps, asked: Asked, eps: float) -> None:
         self.pair, self.batch, self.steps, self.eps = pair, batch, steps, eps
@@ -230,7 +230,7 @@ class _Runs:
         self.logits = self.run(self.seen, mode)
 
     def told(self, logits: Tensor) -> Likelihoods:
-        """Return the log-probabilities at the places for which the dump has them too."""
+        """Return the log-probabilities of logits at the places for which the dump has log-probabilities too."""
         logs = logits[:, :-1].detach().cpu().double().log_softmax(-1)
         following = self.steps.tokens[:, 1:].masked_fill(~(self.steps.mask[:, :-1] & self.steps.mask[:, 1:]), 0)
         chosen = logs.gather(-1, following.unsqueeze(-1)).squeeze(-1)
@@ -244,7 +244,7 @@ class _Runs:
     def read_dump(self, recorded: Recorded) -> None:
         """Read the dump's logits, from its root or the last module that returns some; else its log-probabilities."""
         assert self.logits is not None
-        # The root comes first, then the modules from last to first: an engine may compute logits in its own module.
+        # The root comes first, then the modules from last to first: an engine may compute logits in a separate module.
         for name in ("", *dict.fromkeys(reversed([name for name, _ in self.seen.outputs]))):
             for path, value in recorded.values(name, 0).items():
                 there = value.like(self.logits, recorded.tokens) if value.rows is not None else None
@@ -282,14 +282,14 @@ class _Runs:
         return compared(dump, model, self.eps) if self.is_a else compared(model, dump, self.eps)
 
     def floors(self, recorded: Recorded) -> tuple[Figures, Measured]:
-        """Return by how much another order of sums changes the figures, and each module's result."""
+        """Return how much another order of sums changes the figures, and how much it changes each module's result."""
         measured = Measured(self.seen, recorded.steps.mask)
         runs = [self.run(measured, Permuted), self.run(None, Split)]
         return max((compared(self.own, self.told(x), self.eps) for x in runs), key=lambda f: f.mean_dlogp), measured
 
 
 def _grow(runs: _Runs, recorded: Recorded, result: Any) -> None:
-    """Set the floor, and the first and the last module whose result in the model's own run is beyond its floor."""
+    """Set the floor, and the first and last module whose result in the model's own run is beyond the module's floor."""
     result.floor, measured = runs.floors(recorded)
     beyond: dict[str, tuple[str, float, float]] = {}
     for (name, call), out in runs.seen.outputs.items():
@@ -311,7 +311,7 @@ def _threshold(target: Target) -> float:
 
 
 def _sites(judged: Judged, result: Any) -> list[Site]:
-    """Return the modules beyond the floor; none if the log-probabilities differ far less than their own floor."""
+    """Return the modules beyond the floor; none if the log-probabilities differ by far less than their floor."""
     if result.figures is not None and result.figures.mean_dlogp <= BELOW * result.floor.mean_dlogp:
         return []
     by_module: dict[str, list[Target]] = {}
@@ -324,7 +324,7 @@ def _sites(judged: Judged, result: Any) -> list[Site]:
 def _decide(
     runs: _Runs, recorded: Recorded, made: tuple[list[Decision], list[Decision]], is_a: bool, result: Any
 ) -> None:
-    """Compare the model's choices of experts with the dump's: recorded ones, or those that its numbers lead to."""
+    """Compare the model's choices of experts with the dump's: recorded choices, or choices from recorded numbers."""
     calls: dict[str, int] = {}
     for decision in made[1]:
         call = calls.get(decision.module, 0)
@@ -353,10 +353,10 @@ def _of_tokens(decision: Decision, valid: Tensor) -> Decision:
 
 
 def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> None:
-    """Measure each place's share of the KL: add the dump's difference to the model there, or everywhere else.
+    """Measure each module's share of the KL: add the dump's differences to the model in it, or in all other modules.
 
-    A model to which all differences are added computes the dump's numbers. A model to which all but one are added
-    stands for the engine with the model's own code at that place.
+    With all differences added, the model computes the dump's numbers. With the differences of one module left out, the
+    model stands for the engine with the model's own code in this module.
     """
     every = [t for site in sites for t in site.targets]
     own = runs.own
@@ -372,9 +372,10 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
         return compared(first, with_(targets), runs.eps)
 
     def but(names: set[str], is_back: bool) -> list[Target]:
-        """Return the differences to add for one side with the other's code in some places.
+        """Return the differences to add for a hybrid: one side, with the other side's code in the named modules.
 
-        is_back: the second side with the first one's code there; else the first side with the second one's.
+        is_back: whether the hybrid is the second side with code of the first; else it is the first with code of the
+            second.
         """
         return [t for t in every if (t.module in names) == (is_back == asked.is_a)]
 
@@ -440,7 +441,7 @@ def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: An
 
 
 def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site], asked: Asked, result: Any) -> None:
-    """Try changes of the model: one that comes near a place's recorded numbers names its kind, and is a remedy."""
+    """Try changes of the model. A change that comes near a place's recorded numbers gives its kind, and is a remedy."""
     before = {site.module: site.worst.local for site in sites}
     enough = {site.module: _threshold(site.worst) for site in sites}
     found: dict[str, list[tuple[Change, float]]] = {name: [] for name in before}
@@ -496,7 +497,7 @@ def _left(
 def _remedy(
     model: nn.Module, change: Change, names: list[str], runs: _Runs, asked: Asked, result: Any, undo: Undo
 ) -> None:
-    """Compare the model, with a change at the places that the change explains, with the dump."""
+    """Compare the dump with the model after a change at the places that the change explains."""
     keep_random_numbers(undo)
     assert runs.of_dump is not None
     with change.make(names) as changed:
@@ -526,7 +527,7 @@ def statistics_of(x: Tensor) -> dict[str, float]:
 def statistics_apart(own: Mapping[str, float], other: Mapping[str, float]) -> float:
     """Return the largest relative difference of two tensors' statistics.
 
-    The difference of the norms is relative to the norm, that of the others to the root mean square.
+    The difference of the norms is relative to the norm. The other differences are relative to the root mean square.
     """
     worst = 0.0
     for name in STATISTICS:
@@ -553,7 +554,7 @@ class _Statistics(Seen):
 
 
 def _statistics(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> None:
-    """Compare statistics of results on the engine's batch: where they differ first, and how the difference grows."""
+    """Compare statistics of results on the engine's batch, and add a row for each module beyond its floor, in order."""
     if asked.batch is None:
         raise ValueError(
             f"{dump.path.name} has statistics alone, which do not tell the tokens. Expected: batch=..., what the "

@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 
 def key_of(name: str) -> Key | None:
-    """Return the parts of a tensor's name; None for any other name.
+    """Return the parts of a tensor's name; None for a name of another form.
 
     >>> key_of("model.layers.0.mlp.out0@2")
     Key(module='model.layers.0.mlp', path='out0', call=2)
@@ -83,9 +83,9 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
 
     The file is a safetensors file. A tensor is named after its module: "model.norm.in0" is the first argument,
     "model.norm.in.hidden_states" a keyword argument, "model.norm.out0" the result. The names of further calls end with
-    "@1", "@2". `tokens` and `mask` are those of the run. The metadata has JSON under "fpsim_dump": the version of this
-    layout, the engine, the model's dtype, the modules in the order of their calls, and the tensors that the format
-    cannot hold. The file is written whole or not at all.
+    "@1", "@2". `tokens` holds the run's ids, and `mask` is false at padding. The metadata has JSON under "fpsim_dump":
+    the version of this layout, the engine, the model's dtype, the modules in the order of their calls, and the tensors
+    that the format cannot hold. The file is written whole or not at all.
 
     The model runs in eval mode, without gradients, and is left as it was. All tensors stay in memory until the file is
     written, so choose a short batch.
@@ -148,7 +148,7 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
 
 
 class _Recorder:
-    """Hooks that keep inputs and outputs. They are copied at once, because code may write into them later."""
+    """Hooks that keep copies of inputs and outputs. The copies are made at once: code may write into a tensor later."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -169,10 +169,10 @@ class _Recorder:
         self._keep(name, call, inputs_of(args, kwargs))
 
     def _watch(self, *given: Any) -> None:
-        """Make the caches among the arguments raise ValueError in the methods of MOVES, which a dump cannot represent.
+        """Make the methods in MOVES raise ValueError for caches among the arguments: a dump cannot represent the moves.
 
-        The methods are replaced in the objects, because their classes are of a library that this module does not
-        import.
+        The methods are replaced in the objects and not in their classes, because this module does not import the
+        library of these classes.
         """
         for cache in given:
             if isinstance(cache, Tensor) or not callable(getattr(cache, "reorder_cache", None)):
@@ -273,7 +273,7 @@ class Dump:
 
     `dump[name]` reads a tensor. Iteration yields the names.
 
-    path: the file's path. engine, dtype, version: from its metadata; None if it has none.
+    path: the file's path. engine, dtype, version: from the file's metadata; None if the metadata lacks them.
     modules: names in the order of their first calls, as far as the file tells.
     left_out: the tensors that the writer could not keep, each with the reason.
     is_statistics: whether the dump has only extremes, means and norms.
@@ -354,7 +354,7 @@ class Dump:
         return self._by_module.get(module, {})
 
     def steps(self) -> Steps | None:
-        """Return the tokens of each call of the model; None if the dump does not tell them."""
+        """Return the tokens of each call of the model; None if the dump does not have them."""
         found = None
         # Look for the module that is called with ids and positions: the root, or the inner model that an engine calls.
         for module in sorted(self.modules, key=lambda name: name.count(".") + bool(name)):
@@ -390,12 +390,12 @@ class Dump:
 
 
 def opened(side: Any) -> Any:
-    """Return the `Dump` at a path; any other value as it is."""
+    """Open the dump at a path; return any other value as it is."""
     return Dump(side) if isinstance(side, str | os.PathLike) else side
 
 
 def _read(path: Path, name: str) -> Tensor:
-    """Read one tensor of a safetensors file, and no other: a dump may be larger than memory."""
+    """Read only one tensor of a safetensors file, because a dump may be larger than memory."""
     package = safetensors_package()
     try:
         with package.safe_open(path, "pt") as file:
@@ -456,7 +456,7 @@ def _metadata(path: Path, given: Any) -> dict[str, Any]:
 def _steps_of_calls(root: Mapping[Key, Tensor], needs_positions: bool = False) -> Steps | None:
     """Return the tokens of each call of a module, from its arguments; None if it has no ids.
 
-    needs_positions: whether positions must come with tokens in one row. An inner module may get ids without them.
+    needs_positions: whether to return None for tokens in one row without positions, as an inner module may get them.
     """
     calls: dict[int, dict[str, Tensor]] = {}
     for key, x in root.items():

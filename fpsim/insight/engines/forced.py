@@ -1,7 +1,8 @@
-"""Run a model on a dump: each module gets the inputs of the engine's module, and its result is replaced by that one's.
+"""Run a model on a dump: replace the arguments and the results of each module by those of the engine's module.
 
-A module's own code is its computation without the modules that it calls. In this way it is compared on the engine's
-numbers: by the arguments that it passes to the modules inside, and by what it computes from their recorded results.
+A module's own code is its computation without the modules that it calls. Such a run compares the own code on the
+engine's numbers: by the arguments that it passes to inner modules, and by the result that it computes from the recorded
+results of inner modules.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Target:
     """A tensor by which a module's own code is compared: its result, or an argument of a module inside.
 
     module: the module whose own code computes it. at: the module whose result or argument it is.
-    call, path: the number of that module's call, and the tensor's path in it.
-    own, known: the model's tensor, and the recorded one in its shape. rows: the rows that were recorded.
+    call, path: the number of the call of `at`, and the tensor's path among its arguments or results.
+    own, known: the model's tensor, and the recorded tensor in the same shape. rows: the rows that were recorded.
     floor: the relative difference that another order of sums makes in `own`.
     """
 
@@ -75,7 +76,7 @@ class Target:
 
 
 class _Visitor:
-    """Counts the calls of each module, and exchanges tensors that go into it and come out."""
+    """Counts the calls of each module, and exchanges tensors among its arguments and results."""
 
     def __init__(self) -> None:
         self._calls: dict[str, int] = {}
@@ -100,7 +101,7 @@ class _Visitor:
         """Prepare for a call of a module."""
 
     def _exchanged(self, tree: Any, leaves: list[tuple[str, Tensor]], owner: str, at: str, call: int) -> Any:
-        """Return a tree with exchanged tensors. A tensor that is equal stays: a copy would lose its format."""
+        """Return a tree with exchanged tensors. A tensor equal to its replacement stays: copies have no format mark."""
         found = self.exchange(leaves, owner, at, call)
         new = {id(x): y for x, y in found if not torch.equal(x, y)}
         return map_leaves(lambda x: new.get(id(x), x), tree) if new else tree
@@ -114,8 +115,7 @@ class _Visitor:
 class Judged(_Visitor):
     """Replaces each module's arguments and results by the dump's, and keeps the tensors in which its own code differs.
 
-    known: the targets of an earlier run. This run has the same code with sums in another order, and measures their
-        floors.
+    known: the targets of an earlier run. If they are given, this run adds in another order, and measures their floors.
     targets: by `at`, `call` and `path`. judged: the modules whose own code was compared.
     """
 
@@ -190,7 +190,7 @@ def apart(a: Tensor, b: Tensor, rows: Tensor | None, valid: Tensor) -> float:
 def matched(
     leaves: list[tuple[str, Tensor]], values: Mapping[str, Value], tokens: tuple[int, ...]
 ) -> Iterator[tuple[str, Tensor, Value]]:
-    """Yield a call's tensors, each with its recorded one: the one at its path, or the only one left on both sides."""
+    """Yield a call's tensors, each with the recorded tensor at its path, or with the only one left on both sides."""
     side = "out" if any(path.startswith("out") for path, _ in leaves) else "in"
     there = {path: value for path, value in values.items() if path.startswith(side)}
     left: list[tuple[str, Tensor]] = []
@@ -212,7 +212,7 @@ def matched(
 
 
 class Injected(_Visitor):
-    """Adds the dump's differences to a model's tensors in some modules; choices of experts become the dump's."""
+    """Adds the dump's differences to a model's tensors in some modules; replaces choices of experts by the dump's."""
 
     def __init__(self, targets: Iterable[Target], tokens: tuple[int, ...]) -> None:
         super().__init__()
@@ -229,8 +229,8 @@ class Injected(_Visitor):
             if not x.is_floating_point():
                 yield x, target.known.to(x.device, x.dtype).clone()
                 continue
-            # The difference is added rather than the dump's number put in: changes before this place have changed the
-            # model's numbers here, and that effect has to stay. Equal infinities, as in a mask, add nothing.
+            # The dump's difference is added, and its number does not replace the model's: changes in earlier modules
+            # have changed the model's numbers here, and this effect has to stay. Equal infinities, as in a mask, add 0.
             delta = torch.nan_to_num(target.known.double() - target.own.double(), 0.0, 0.0, 0.0)
             yield x, (x.double() + delta.to(x.device)).to(x.dtype)
 
@@ -306,7 +306,7 @@ def changes(model: nn.Module, places: Iterable[str]) -> Iterator[Change]:
 
 
 def _of_attention(model: nn.Module) -> Iterator[Change]:
-    """Yield the other attention implementation of transformers."""
+    """Yield a change to the other attention implementation of transformers."""
     own = getattr(getattr(model, "config", None), "_attn_implementation", None)
     for other in ("eager", "sdpa"):
         if own is None or other == own or not hasattr(model, "set_attn_implementation"):

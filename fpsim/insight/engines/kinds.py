@@ -42,7 +42,7 @@ class _Step(NamedTuple):
 
 
 class _Steps(TorchFunctionMode):
-    """Keeps the results of each function of torch while `is_asked`."""
+    """Keeps the results of each torch function, except views, that is called while `is_asked()` is true."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def first_step_apart(pair: Pair, place: Place, valid: Tensor) -> str:
 
 
 def _unknown(steps: list[_Step], others: list[_Step], valid: Tensor, margin: float) -> list[_Step]:
-    """Return the steps with a result that is not among the others' results, in their order."""
+    """Return, in order, the steps with a result that is not among the results of the other side's steps."""
 
     def is_there(x: Tensor) -> bool:
         same = (y for step in others for y in step.results if y.shape == x.shape)
@@ -88,7 +88,7 @@ def _unknown(steps: list[_Step], others: list[_Step], valid: Tensor, margin: flo
 FORMULA, ROUNDING, FORMAT = "formula", "rounding point", "format or scale of an operand"
 ORDER, STATE, WEIGHTS = "accumulator or order", "cache or state", "weights"
 KINDS = (FORMULA, ROUNDING, FORMAT, ORDER, STATE, WEIGHTS)
-# Up to this relative difference two computations in a dtype are taken for the same formula.
+# Two computations in a dtype count as the same formula if their relative difference is at most this number.
 EXACT = {torch.float64: 1e-9, torch.float32: 2.0**-16}
 FEW_BITS = 0.005  # a larger error than one rounding to 8 bits of significand makes
 COARSE = 2.0**-6  # from this error on, something is rounded to few bits
@@ -117,7 +117,7 @@ def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
 
 
 def _of_tensors(pair: Pair, place: Place, valid: Tensor, a: nn.Module, b: nn.Module) -> tuple[str, str] | None:
-    """Return the kind weights or state, if the difference vanishes with a's tensors in b; else None."""
+    """Return the kind, weights or state, with details, if the difference vanishes once b has a's tensors; else None."""
     for kind, tensors in ((WEIGHTS, nn.Module.named_parameters), (STATE, nn.Module.named_buffers)):
         mine, others = (dict(tensors(m, recurse=False)) for m in (a, b))
         changed = [
@@ -149,7 +149,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _tied(pair: Pair, place: Place, changed: list[str]) -> str:
-    """Say that only one of the models ties this weight to another module's; "" otherwise."""
+    """Describe a tie: only one of the models shares this weight with another module; "" otherwise."""
     shared = {}
     for side in "ab":
         mine = dict(pair.doors[side][place.name].module.named_parameters(recurse=False))
@@ -167,7 +167,7 @@ def _tied(pair: Pair, place: Place, changed: list[str]) -> str:
 
 
 def _again(pair: Pair, place: Place, valid: Tensor) -> float:
-    """Return the relative difference between a's own code and the present one of b."""
+    """Return the relative difference between the results of a's and b's own code, with both modules as they are now."""
     results = []
     for side in "ab":
         torch.manual_seed(pair.seed)
@@ -209,7 +209,7 @@ def _of_policies(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str] | N
 
 
 def _stores(pair: Pair, place: Place, valid: Tensor, of_a: Policy) -> bool:
-    """Return True if a's cache changes the results of b's own code here.
+    """Return True if b's own code computes other results here once its policy has the cache format of a's policy.
 
     All modules have the policy's cache, but only a few of them store keys and values.
     """
@@ -277,9 +277,9 @@ _TO_CODES = ("char", "byte")
 class _Exact(TorchFunctionMode):
     """Runs code in one wide dtype, without rounding: casts to other floats or to codes of few bits return this dtype.
 
-    clamps: whether upper bounds hold. Quantisers have them, and some formulas too.
+    clamps: whether upper bounds of clamps are applied. Quantisers have upper bounds, and some formulas do too.
     rounds: whether the code rounds to few bits, by a cast to float8 or to bytes, or a function such as torch.round.
-    products: the number of matrix products. has_operands: whether any of them came after such a rounding.
+    products: the number of matrix products. has_operands: whether any product came after a rounding to few bits.
     """
 
     def __init__(self, wide: torch.dtype, clamps: bool = True) -> None:
@@ -312,7 +312,7 @@ class _Exact(TorchFunctionMode):
         return out.to(self.wide) if is_narrow and name != "__get__" else out
 
     def _widened(self, x: Any, is_float: bool) -> Any:
-        """Replace a dtype of floats, or of the codes of floats, by the wide one."""
+        """Replace a dtype of floats, or of codes of floats, by the wide dtype; return any other value as it is."""
         if not isinstance(x, torch.dtype):
             return x
         is_codes = is_float and x in (torch.int8, torch.uint8)
@@ -368,7 +368,7 @@ class _Codes:
     def follows(self, size: float) -> float:
         """Return the correlation of the differences at the inputs and at inputs near them.
 
-        It is near 1 for another formula, and near 0 for rounding.
+        It is near 1 if the formulas differ, and near 0 if only roundings differ.
         """
         generator = torch.Generator().manual_seed(0)
 
@@ -414,7 +414,7 @@ def _of_codes(codes: _Codes, place: Place, least: float) -> tuple[str, str]:
         return ROUNDING, f"equal {where}; {place.local:.2g} with them"
     if codes.rounds and codes.difference(clamps=False) <= least:
         return FORMAT, f"equal {where}, roundings and bounds; {place.local:.2g} with them, to few bits"
-    # No mode sees a rounding inside of a kernel, but its error does not follow the input smoothly.
+    # A mode cannot see a rounding inside of a kernel, but the error of the rounding does not follow the input smoothly.
     if not codes.rounds and math.isfinite(far) and codes.follows(min(4 * far, 0.1)) <= ALIKE:
         kind = FORMAT if far >= COARSE else ROUNDING
         return kind, f"its code rounds: {far:.2g} {where} too, which does not follow the input smoothly"

@@ -38,14 +38,14 @@ MOST_EXPONENT = 709.0  # above it, exp is beyond float64
 
 
 class NotNumbersError(ValueError):
-    """Logits are NaN."""
+    """Raised if logits are NaN."""
 
 
 class Likelihoods(NamedTuple):
     """Log-probabilities of one engine.
 
-    chosen: those of the next tokens in the batch, (batch, time - 1) float64.
-    all: those of the whole vocabulary at the places of `valid`, (places, vocabulary) float64.
+    chosen: the log-probabilities of the next tokens in the batch, (batch, time - 1) float64.
+    all: the log-probabilities of the whole vocabulary at the places of `valid`, (places, vocabulary) float64.
     valid: places where neither the token nor the next one is padding, (batch, time - 1) bool.
     top: the likeliest token at each place of `valid`.
     """
@@ -65,11 +65,11 @@ class Figures(NamedTuple):
     k1, k3: the estimators of KL(q | p) from tokens that q has sampled: the means of -log r and of r - 1 - log r
         (Schulman 2020).
     kl: the mean of KL(p | q) over the whole vocabulary, in nats.
-    outside: the share of r outside of 1 - eps to 1 + eps.
-    perplexities: those of a and of b.
+    outside: the share of places whose r is outside of 1 - eps to 1 + eps.
+    perplexities: the perplexity of a, and that of b.
     flips: the share of places whose likeliest token differs.
     by_sequence: the sum of the KL of each sequence, and the number of its places: (batch, 2).
-    by_position: the mean |log p - log q| at each position; NaN where all is padding.
+    by_position: the mean |log p - log q| at each position; NaN where all tokens are padding.
     at_position: the number of places at each position.
     """
 
@@ -101,8 +101,8 @@ def batches_of(batch: Any) -> list[Any]:
 def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
     """Return the ids of a batch, and a bool mask that is true where they are no padding, (batch, time) each.
 
-    tokens, mask: functions of the batch. None takes `input_ids` and `attention_mask` of a mapping; of any other batch
-        the first integer tensor, without padding.
+    tokens, mask: functions of the batch. None takes `input_ids` and `attention_mask` of a mapping. For any other batch,
+        None takes the first argument as ids, without padding.
     Raises TypeError for a batch without ids, ValueError for shapes that do not fit.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -154,7 +154,7 @@ def has_known_parts(batch: Any, ids: Tensor) -> bool:
     """Return True if it is known which of a batch's numbers belong to which sequence.
 
     It is not known for a cache of keys and values, nor for a tensor of one axis, such as positions, in a batch with as
-    many sequences as positions.
+    many sequences as tokens in a sequence.
     """
     if not isinstance(batch, Mapping):
         return isinstance(batch, Tensor)
@@ -181,7 +181,7 @@ def likelihoods(
             f"(vocabulary,), in output.logits, as the output itself, or by logits=lambda output: ..."
         )
     both = valid[:, :-1] & valid[:, 1:]
-    # In float64, because the KL of two engines at the floor is about 1e-12, which float32 logarithms do not resolve.
+    # Logarithms are in float64: the KL of two engines at the floor is about 1e-12, which float32 does not resolve.
     wide = found[:, :-1].double()
     if bool(wide[both].isnan().any()):
         raise NotNumbersError(
@@ -297,14 +297,14 @@ _ARGMAX = (torch.argmax, Tensor.argmax)
 
 
 class Decision:
-    """One call of topk or argmax over the last axis: its indices (rows, k), and the last one's margin to the next."""
+    """One call of topk or argmax over the last axis: its indices (rows, k), and the margin of the kth to the next."""
 
     def __init__(self, indices: Tensor, margin: Tensor) -> None:
         self.indices, self.margin, self.module = indices, margin, ""
 
 
 class Choices(TorchFunctionMode):
-    """Records the decisions of a run, in their order."""
+    """Records the decisions of a run, in order."""
 
     def __init__(self, made: list[Decision], where: Callable[[], str]) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def _decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 
 
 class Replayed(TorchFunctionMode):
-    """Replaces the choices of this run by another run's; the values there are this run's."""
+    """Replaces the chosen indices of this run by those of another run; the values at these indices are this run's."""
 
     def __init__(self, made: Iterator[Decision]) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Replayed(TorchFunctionMode):
 
 
 def compared_choices(a: list[Decision], b: list[Decision]) -> list[dict[str, Any]]:
-    """Return a row for each decision: the share of rows that differ, and the median margin in a of these and of all."""
+    """Return a row for each decision: the share of rows that differ, and a's median margin in these and in all rows."""
     rows = []
     for x, y in zip(a, b):
         if x.indices.shape != y.indices.shape:

@@ -37,7 +37,7 @@ PRODUCTS_OF_TORCH: dict[Any, tuple[int, int, int, int]] = {  # positions of a an
 
 
 class _Products(TorchFunctionMode):
-    """Computes matrix products in another way. It sees operands that an emulation inside has rounded already."""
+    """Computes matrix products in another way. The operands are already rounded if an emulation runs inside."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -64,7 +64,7 @@ def _with(args: tuple[Any, ...], places: tuple[int, int, int, int], move: Callab
 class Permuted(_Products):
     """Permutes the terms of the sums in each product.
 
-    is_asked: whether products that run now are counted. changed: the number of counted products.
+    is_asked: a function that tells whether to count a product that runs now. changed: the number of counted products.
     """
 
     def __init__(self, is_asked: Callable[[], bool] = lambda: True) -> None:
@@ -128,7 +128,7 @@ class Kept:
 
 
 class Measured(Kept):
-    """A visitor that compares each call's results with another run's. keeps: whether it keeps these results too."""
+    """A visitor that compares each call's results with those of another run. keeps: whether it also keeps its own."""
 
     def __init__(self, kept: Kept, valid: Tensor, keeps: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def floats_of(out: Any) -> list[Tensor]:
 
 
 def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
-    """Return the largest |b - a| / |a| of several tensors, without padding; inf if only b has a non-finite number."""
+    """Return the largest |b - a| / |a| of several tensors, without padding; inf if b is not finite where a is."""
     worst = 0.0
     for x, y in zip(a, b, strict=True):
         x, y = x.double(), y.double()
@@ -176,7 +176,7 @@ def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
 
 
 def share_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
-    """Return the share of the numbers that differ at all; two of them are not counted."""
+    """Return the share of the numbers that differ at all; the first two that differ are not counted."""
     differ = count = 0
     for x, y in zip(a, b, strict=True):
         if x.shape[: valid.dim()] == valid.shape:
@@ -211,7 +211,7 @@ class Place:
 
 
 class Local:
-    """A visitor of a run of a: after each module it runs b's own code on the same inputs, with a's modules inside."""
+    """A visitor for runs of a: after each module, it runs b's own code on the same inputs, with a's inner modules."""
 
     def __init__(self, pair: Pair, valid: Tensor, told: Callable[[], object]) -> None:
         self._pair, self._valid, self._told = pair, valid, told
@@ -248,8 +248,8 @@ class Local:
             local = relative_of(known, found, self._valid)
         floor, is_lucky = 0.0, False
         if 0 < local < math.inf:
-            # a's own code is run again on copies, as b's is: an emulation may know more of this run's tensors than of
-            # their copies.
+            # a's own code is run again on copies, as b's is: an emulation may know more about the tensors of this run
+            # than about their copies.
             known = quietly(door)
             local = relative_of(known, found, self._valid)
             mode = Permuted(lambda: self._pair.running == name)
@@ -270,6 +270,6 @@ def _have_equal_tensors(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _narrowed(x: Tensor, y: Tensor) -> Tensor:
-    """Round a tensor to the narrower of two dtypes: native weights are the emulated ones, rounded."""
+    """Round `x` to the dtype of `y` if that is narrower, as native weights are rounded; return float64."""
     is_wider = x.is_floating_point() and y.is_floating_point() and x.itemsize > y.itemsize
     return (x.to(y.dtype) if is_wider else x).double()

@@ -28,7 +28,7 @@ ENGINES = ("vllm", "sglang")
 
 
 class Entry(NamedTuple):
-    """A tensor of a dump. read: returns it; None if the dump has only its statistics, which are in `statistics`."""
+    """A tensor of a dump. read: a function that returns the tensor; None if the dump has only its `statistics`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -116,8 +116,9 @@ def batched_steps(ids: Sequence[Tensor], mask: Tensor | None = None, positions: 
 def flat_steps(ids: Sequence[Tensor], positions: Sequence[Tensor | None]) -> Steps | None:
     """Return the tokens of calls with all sequences in one row, as in vLLM and SGLang; positions separate sequences.
 
-    Position 0 begins a sequence. Another position that does not continue the current sequence continues the first one
-    of that length. Returns None if a position fits no sequence, as with a prefix cache that an earlier request filled.
+    Position 0 begins a sequence. Any other position that does not continue the current sequence continues the first
+    sequence of this length that the call has not used yet. Returns None if a position fits no sequence, as with a
+    prefix cache that an earlier request filled.
     """
     sequences: list[list[int]] = []
     calls: list[list[tuple[int, int]]] = []
@@ -159,8 +160,9 @@ def flat_steps(ids: Sequence[Tensor], positions: Sequence[Tensor | None]) -> Ste
 class Value:
     """A recorded tensor, with a row for each token.
 
-    rows: (batch * time, ...). present: which rows were recorded. raw: the tensor of the only call, in its own shape.
-    is_short: whether it has fewer tokens than its call had ids; they are taken to be the last ones.
+    rows: (batch * time, ...). present: which rows were recorded.
+    raw: the tensor in its recorded shape, if there was only one call; else None.
+    is_short: whether it has fewer tokens than its call had ids. Its tokens are taken to be the last of the call.
     """
 
     name: str
@@ -172,7 +174,7 @@ class Value:
     def like(self, x: Tensor, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         """Return the recorded numbers in the shape of a model's tensor, and the recorded rows; None if they do not fit.
 
-        The rows are None for a tensor without rows of tokens: it is compared as a whole.
+        The rows are None for a tensor without rows of tokens, which is compared as a whole.
         """
         if self.rows is not None and is_of_rows(x, tokens):
             rest = x.shape[2:] if x.shape[:2] == tokens else x.shape[1:]
@@ -196,7 +198,7 @@ def is_of_rows(x: Tensor, tokens: tuple[int, ...]) -> bool:
 
 
 def placed(name: str, calls: Sequence[tuple[Step, Tensor]], steps: Steps) -> Value:
-    """Return the tensors of one path of a module, one for each step, with each row at the place of its token."""
+    """Join the tensors of one path of a module, one for each step, and put each row at the place of its token."""
     raw = calls[0][1] if len(calls) == 1 else None
     # torch cannot assign to rows of a tensor of float8_e8m0fnu.
     wide = ((step, x.float() if x.dtype is torch.float8_e8m0fnu else x) for step, x in calls)
@@ -213,7 +215,7 @@ def placed(name: str, calls: Sequence[tuple[Step, Tensor]], steps: Steps) -> Val
 
 
 def _rows(step: Step, x: Tensor, steps: Steps) -> tuple[Tensor, Tensor] | None:
-    """Return the places and the rows of a tensor of one call; None if none of its axes is that of tokens."""
+    """Return the places and the rows of a tensor of one call; None if the tensor has no axis of tokens."""
     n, shape = len(step.places), step.shape
     if shape is not None and x.dim() >= 2:
         if tuple(x.shape[:2]) == shape:
@@ -294,7 +296,7 @@ def mapped(
 
 
 def _targets(module: str, names: Mapping[str, str | tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the model's names of a dump's module: by a whole name or an ending, else by the longest prefix."""
+    """Return the model's names for a module of the dump: by its whole name or an ending, else by the longest prefix."""
     beginnings = {key: value for key, value in names.items() if isinstance(value, str) and not key.startswith("*.")}
     for key, value in names.items():
         parts = (value,) if isinstance(value, str) else value
@@ -363,7 +365,7 @@ class Recorded:
                 )
 
     def _as_model(self, name: str, source: Source, found: dict[str, Value]) -> dict[str, Value]:
-        """Return the recorded values in the model's form, if the engine's module adds a residual or fuses several."""
+        """Return recorded values in the form of the model's module: the engine may add residuals, or fuse modules."""
         floats = {p: v.rows for p, v in found.items() if v.rows is not None and v.rows.is_floating_point()}
         ins, outs = ([p for p in floats if p.startswith(side)] for side in ("in", "out"))
         shapes = self._shapes.get(name) or [(0,)]

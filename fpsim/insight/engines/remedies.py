@@ -43,7 +43,7 @@ class Truncated(NamedTuple):
 
 
 def truncated(change: Tensor, limit: float = 2.0) -> Truncated:
-    """Return the truncated importance weights. change: log p - log q of the chosen tokens."""
+    """Return statistics of the truncated importance weights. change: log p - log q of the chosen tokens."""
     weights = change.exp()
     cut = weights.clamp(max=limit)
     n = max(weights.numel(), 1)
@@ -52,7 +52,7 @@ def truncated(change: Tensor, limit: float = 2.0) -> Truncated:
 
 
 def largest_share(row: Mapping[str, Any]) -> float:
-    """Return a row's key for sorting places by the larger of their two shares, rows without a finite share last."""
+    """Return a sort key for a row: rows with the largest share come first, and rows without a finite share last."""
     shares = (row["put_back"], row["added"])
     return -max((x for x in shares if x is not None and math.isfinite(x)), default=-math.inf)
 
@@ -79,7 +79,7 @@ def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
 def remedies_for(
     a: nn.Module, head: str | None, routers: set[str], halving: list[str], names: Callable[[str], str]
 ) -> list[tuple[str, Change]]:
-    """Return the remedies to try, in words, each with its change of modules' policies. names: from b's names to a's."""
+    """Return the remedies to try: descriptions with changes of the modules' policies. names: maps b's names to a's."""
     of_a = {emulated.name: emulated.policy for _, emulated in emulated_forwards(a)}
 
     def wide(chosen: Callable[[str], bool]) -> Change:
@@ -121,7 +121,7 @@ def _in_fp16(policy: Policy) -> Policy:
 
 
 def fields_of(a: Policy, b: Policy) -> list[tuple[str, Policy]]:
-    """Return the parts in which b's policy of a module differs from a's, each with b's policy with that part of a."""
+    """Return the fields in which b's policy differs from a's, each with b's policy after it takes the field from a."""
     found: list[tuple[str, Policy]] = []
     p, q = a.products or Products(), b.products or Products()
     # `activation` and `output` both round results of products, and a policy can have only one of them. If a has one

@@ -2,7 +2,7 @@
 
 A module's *own code* is the computation of its forward without the modules that it calls. Each module of both models
 has a door in its call slot. If a run has chosen the other side, the door calls the other side's module with the same
-arguments. The modules which that one calls have doors too, and these choose again.
+arguments. The inner modules of the called module have doors too, and each of these doors chooses again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Door:
         return self.pair.come(self, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module. Its inner modules have doors of their own."""
+        """Call the module. Its inner modules have separate doors."""
         return self._inside(*args, **kwargs)
 
 
@@ -59,7 +59,7 @@ class Pair:
 
     names: the names of the modules that both sides have, in the order of the first side.
     alone: the names of the modules that only one side has, by side.
-    dtypes: by side, the dtype of most of its numbers.
+    dtypes: by side, the dtype of most of the model's numbers.
     training: {name: side} of modules that are in training mode on one side only, while both models are in eval mode.
     """
 
@@ -114,9 +114,9 @@ class Pair:
         """Return the output for a batch.
 
         choice: a function from a module's name to the side whose own code runs there; "a" or "b" for every module.
-        visitor: runs each module, given its door and arguments; None calls `door.run`.
-        mode: makes a mode of torch functions that is active during the whole run.
-        resume: the results that another run has computed already; ignored if runs draw random numbers.
+        visitor: a function that runs each module, given its door and arguments; None calls `door.run`.
+        mode: a function that makes a TorchFunctionMode, which is active during the whole run.
+        resume: the cached results of another run; ignored if runs draw random numbers.
         """
         self.passes += 1
         resume = None if self.has_drawn else resume
@@ -132,7 +132,7 @@ class Pair:
             undo.by(partial(setattr, self, "_resume", None))
             self._resume = resume
             with self._choosing(chosen, visitor), self._inside(mode):
-                # Modes and emulation belong to a thread. In a new thread those of neither side are active.
+                # Modes and emulation are per thread. In a new thread, no mode or emulation of either side is active.
                 out = self._apart(lambda: called(root, _as_given(batch)))
             self.has_drawn |= not all(map(torch.equal, state, _random_state()))
             return out
@@ -159,9 +159,10 @@ class Pair:
         return self.crossed(self._apart(lambda: self._visited(other, given, named)), wanted, door.side)
 
     def quietly(self, door: Door, choice: Choice, given: Any, mode: Any = None) -> Any:
-        """Call one module under its own choice, without a visitor.
+        """Call one module with a choice of sides for this call alone, without a visitor.
 
-        given: positional and keyword arguments, in the form in which a's module takes them. The result has a's form.
+        given: positional and keyword arguments, in the form in which a's module takes them. The result has the form of
+            a's result.
         """
         args, kwargs = self.crossed(given, "a", door.side)
         around, self.running = self.running, door.name
@@ -172,9 +173,10 @@ class Pair:
             self.running = around
 
     def crossed(self, tree: Any, before: str, after: str) -> Any:
-        """Return arguments or results for the other side, in its dtype, with the marks that an emulation gave them.
+        """Return arguments or results of one side in the form of the other side.
 
-        Tensors in the dtype of one model are cast to that of the other; the finite numbers of a mask stay finite.
+        Tensors in the dtype of one model are cast to the dtype of the other; finite numbers of a mask stay finite. All
+        other tensors keep the marks that an emulation gave them.
         """
         from_dtype, to_dtype = self.dtypes[before], self.dtypes[after]
 
@@ -221,7 +223,7 @@ class Pair:
             self._modes = before
 
     def _apart(self, function: Callable[[], Result]) -> Result:
-        """Run a function in its own thread, in which the caller's torch modes and emulation are not active."""
+        """Run a function in a separate thread, in which the caller's torch modes and emulation are not active."""
         results: list[Result] = []
         errors: list[BaseException] = []
 
@@ -289,7 +291,10 @@ def _random_state() -> list[Tensor]:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return the first side's name of a module of the second: replace the longest prefix of whole parts in `names`."""
+    """Return the name on the first side for a module of the second: replace the longest prefix that is in `names`.
+
+    A prefix consists of whole parts of the name.
+    """
     parts = name.split(".") if name else []
     for n in range(len(parts), -1, -1):
         prefix = ".".join(parts[:n])
@@ -304,7 +309,7 @@ def is_beginning(prefix: str, name: str) -> bool:
 
 
 def _require_found(names: Mapping[str, str], b: nn.Module, of_a: Iterable[str]) -> None:
-    """Raise ValueError for a name in the mapping that no module has: because of a typo less would be compared."""
+    """Raise ValueError for a name in the mapping that no module has: with a typo, fewer modules would be compared."""
     both = [
         *((key, "b", [n for n, _ in b.named_modules()]) for key in names),
         *((v, "a", of_a) for v in names.values()),
@@ -337,7 +342,7 @@ def _close(module: nn.Module, before: Any) -> None:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most of a model's numbers."""
+    """Return the dtype that most numbers in a model's parameters have; float32 for a model without parameters."""
     counts: dict[torch.dtype, int] = {}
     for p in model.parameters():
         if p.is_floating_point():

@@ -1,1 +1,1 @@
-"""Why a step fails: observation, the order of the checks, and the remedies that are tried."""
+"""Parts of `why`: observe a step, run its checks in order, and try remedies."""

@@ -99,7 +99,7 @@ class Keeping(Timeline):
             return
         with without_torch_function():
             wrong = swamped_in(accumulator, a, b, added, result)
-        # In the forward pass the product's operation is visited after this; in a backward pass it is already known.
+        # In the forward pass the product's operation is visited after this call; in a backward pass it is known.
         if current_graph_task() < 0:
             self._accumulated = wrong
         elif wrong is not None and (operation := self.last_at(site)) is not None:
@@ -119,7 +119,7 @@ def may_be_lost(seen: Keeping) -> bool:
 
 
 def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], short: Collection[str]) -> Event | None:
-    """Return the event of the first gradient, in the order of the backward pass, that is lost but not in float32.
+    """Return the event of the first gradient, in backward order, that is lost in the step but not in float32.
 
     wide: the gradients of parameters in the reference that no cast has rounded, by name.
     short: the names of parameters whose gradient is shorter than the reference's.
@@ -142,7 +142,7 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], sh
             continue
         if operation.name == "parameter" and not gradient.nonzero:
             unfed.append(operation.site)
-        # If the readers' gradients are lost too, the loss began there.
+        # If the gradients of the readers are lost too, gradients began to be lost at the readers.
         around = max((share.get(id(c), 0.0) for c in _readers(operation)), default=0.0)
         if found is None and around < LOST and (around < HALF or _matters(operation, short)):
             found = operation, gradient, true
@@ -237,7 +237,7 @@ def _lost_event(
 
 
 def _stretch(operation: Operation, share: Mapping[int, float]) -> list[Operation]:
-    """Return the operations from the begin of a loss of gradients to its completion, in backward order."""
+    """Return the operations along which gradients are lost, in backward order, up to the given operation."""
     way = [operation]
     while True:
         known = [o for o in _readers(way[-1]) if share.get(id(o), 0.0) >= BEGUN and o not in way]
@@ -251,7 +251,7 @@ def _with_call(operation: Operation) -> str:
 
 
 def _gradient_ends(operation: Operation, at: Operation) -> Ends:
-    """Return the ends of a gradient's format; if it has several, of the format with the largest least number."""
+    """Return the ends of a gradient's format; if it has several formats, of the one whose least number is largest."""
     ends = [e for o in {id(operation): operation, id(at): at}.values() for e in o.notes.get("error_ends", {}).values()]
     ends += [e for c in operation.children for e in c.notes.get("error_ends", {}).values()]
     ends += [c.notes["ends"] for c in operation.children if "ends" in c.notes]
@@ -363,7 +363,7 @@ def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) 
 
 
 def _lost_operand(operation: Operation) -> bool:
-    """True if an operand of a product became 0 completely as it entered: then only the addend is left."""
+    """True if all numbers of an operand were rounded to 0 at the input of a product: then only the addend is left."""
     return "lost" in operation.notes and operation.notes["lost"][1].startswith("fprop")
 
 
@@ -435,7 +435,7 @@ def _ulp(x: float, ends: Ends) -> float:
 
 
 def ratio(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Return the ratio of the sizes of two sets of gradients."""
+    """Return the factor by which gradients in `a` are larger than the same gradients in `b`."""
     # A GradScaler divides the gradients that its optimizer reads, but not the gradients that a hook has seen.
     pairs = [(a[name].double().ravel(), g.double().ravel()) for name, g in b.items() if name in a]
     over, of = sum(float(x @ y) for x, y in pairs), sum(float(y @ y) for _, y in pairs)
@@ -447,7 +447,7 @@ def relative_errors(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]
 
     Parameters without a reference are left out.
 
-    by: the factor between these gradients and the true ones.
+    by: the factor by which these gradients are scaled relative to the true ones.
     """
     amax = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in truth.items()}
     largest: dict[str, float] = {}  # the largest amax of each module

@@ -1,4 +1,4 @@
-"""Try remedies on the step that change the arguments of one call, or of all calls of the same name."""
+"""Try remedies that change the arguments of one call in the step, or of all calls with the same name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _tried(
 
 
 def _border(row: Row) -> tuple[float, float] | None:
-    """Return the borders of an operation's domain; None if all positive numbers are inside."""
+    """Return the borders of an operation's domain; None without a domain, or if it is the positive numbers."""
     domain = row.domain
     return None if domain is None or (domain.low, domain.high) == (0.0, math.inf) else (domain.low, domain.high)
 
@@ -158,7 +158,7 @@ def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try no mask in fully masked rows."""
+    """Try to remove the mask from fully masked rows."""
     operation = event.operation
     assert operation is not None
 
@@ -184,7 +184,7 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try operands a little away from the numbers at which a slope is infinite."""
+    """Try to move operands slightly away from the numbers at which a slope is infinite."""
     operation = event.operation
     assert operation is not None
     row = row_of(operation.name)
@@ -236,7 +236,7 @@ def _ramp(x: Tensor, eps: float) -> Tensor:
 
 
 def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try a finite number instead of minus infinity, wherever operations with this name read one."""
+    """Try a finite number instead of minus infinity in all operands of operations with this name."""
     operation = event.operation
     assert operation is not None
     ends: Ends = operation.notes["ends"]

@@ -14,10 +14,11 @@ __all__ = ["Event"]
 class Event:
     """A failure at one place of a step.
 
-    stage: "state", "forward", "backward", "accumulation", "optimizer", "buffers" or "float32".
+    stage: "state", "forward", "backward", "accumulation", "optimizer", "buffers", "float32" or "loss".
     kind: in words, such as "overflow" or "division by zero".
     place: a site, or the name of a parameter, buffer or input.
-    role: "activation", "error", "weight", "weight_grad", "input", "parameter", "buffer", "gradient", "state", "update".
+    role: "activation", "error", "weight", "weight_grad", "input", "parameter", "buffer", "gradient", "state",
+        "optimizer state", "update", "loss", or another role of a rounding, such as "fprop.x" or "output".
     count, of: the number of elements that fail, and the number of all elements.
     why: an explanation in sentences, with the numbers to check.
     operation: the operation that failed; None for inputs, and for operations of an optimizer.

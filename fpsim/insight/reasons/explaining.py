@@ -37,7 +37,7 @@ def explain_forward(
 ) -> Event:
     """Return the event of an operation with finite operands, and a result that is not finite.
 
-    kinds: the new kinds of numbers in the result, of "NaN", "inf" and "-inf".
+    kinds: which of "NaN", "inf" and "-inf" are in the result, and are not explained by its operands.
     ends: the ends of the result's format, or of its dtype.
     """
     numbers = glance(result)
@@ -230,7 +230,7 @@ def _of_domain(event: Event, look: Look) -> bool:
         event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
             source = next((s for s, y in look.read if y is x), None)
-            # A softmax or a sigmoid of finite numbers is never exactly 0: the cause is underflow there, and float32
+            # Mathematically, a softmax or a sigmoid of finite numbers is never 0: a 0 comes from underflow, and float32
             # helps.
             if source is not None and source.computes and row_of(source.name).underflows:
                 event.origin = source
@@ -353,7 +353,7 @@ def _blame(event: Event, reader: Operation, at: Operation) -> None:
 
 
 def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> bool:
-    """Explain a gradient by a division's slope in its dividend, 1 / 0, times an incoming gradient that may be 0."""
+    """Explain a gradient by a division by 0: the slope in the dividend is 1 / 0, and the incoming gradient may be 0."""
     child = next((c for c in readers if c.notes.get("zero divisors")), None)
     if child is None:
         return False

@@ -32,8 +32,8 @@ __all__ = [
 class Look:
     """An operation whose result is not finite, for the functions that explain it.
 
-    Each of these functions is called with an event and a look. If it knows the reason, it writes kind, words and remedy
-    into the event, and returns True.
+    Each of these functions is called with an event and a look. A function that knows the reason writes kind, words and
+    remedy into the event, and returns True.
 
     operands: the tensors of floating-point numbers among the arguments, in the order of `operation.sources`.
     values, options: the positional and keyword arguments of the call.

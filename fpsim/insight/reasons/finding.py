@@ -91,7 +91,7 @@ class _Checks:
         unread = self._leave_out_unread()
         self.reference = Reference(self.trials, self.seen)
         result, events = self.result, self._first_events()
-        # If the step is not finite, they were read after all, but by code without seen operations, such as a vmap.
+        # If the step is not finite, these tensors were read after all, by code that is not traced, such as a vmap.
         if unread and not self.was.is_finite and all(map(_may_be_of_unread, events)):
             events = [*unread, *events]
         result.events = events
@@ -236,7 +236,7 @@ class _Checks:
         return [] if still is None else [still]
 
     def _error(self) -> list[Event]:
-        """Find a result that has nothing in common with float32's."""
+        """Find a result that is lost, wrongly summed, or far from that of float32."""
         checked = self.result.checked
         if not self.reference.is_wanted:
             checked.append("The model computes in float32 or more: there is nothing to compare it with.")
@@ -406,7 +406,7 @@ def _own_causes(events: list[Event]) -> list[Event]:
 
 
 def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, trials: Trials) -> list[Event]:
-    """Return the events of gradients that are not finite although all gradients that arrived are."""
+    """Return the events of `.grad` that became inf or NaN when finite gradients were added to it."""
     events = []
     kept = {id(p): value for p, _, value in trials.kept.gradients}
     for name, p in model.named_parameters():

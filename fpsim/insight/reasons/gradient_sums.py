@@ -39,7 +39,7 @@ class GradientSum:
 
     @torch.no_grad()
     def add(self, grad: Tensor | None, gradient: Tensor) -> None:
-        """Add a gradient that arrives. grad: the parameter's `.grad` before that."""
+        """Add a gradient that arrives. grad: the parameter's `.grad` before the addition."""
         if gradient.layout is not torch.strided or (grad is not None and grad.layout is not torch.strided):
             return
         # The sum starts again if `.grad` was cleared, clipped or written to in the meantime.
@@ -66,7 +66,7 @@ def gradient_sum_event(name: str, sums: GradientSum) -> Event:
 
 
 class _Given:
-    """Sum of the gradients from the readers of one tensor, both in their dtype, as autograd adds them, and exact.
+    """Sum of the gradients from the readers of one tensor: in their dtype, as autograd adds them, and exact.
 
     largest: the largest magnitude of any partial sum.
     """
@@ -120,8 +120,8 @@ class WideReads:
                 # A look-up adds up the gradients of all its rows in one call, so it must read the copy itself.
                 if looks_up:
                     return wide
-                # Any other call reads a cast of its own, so its numbers stay, and autograd adds the gradients of all
-                # casts in the copy.
+                # Any other call reads a separate cast, so its numbers are unchanged, and autograd adds up the gradients
+                # of all casts in the copy.
                 cast = wide.to(low)
                 if cast.requires_grad:
                     key = id(x) if id(x) in self._parameters else self._indices[x]

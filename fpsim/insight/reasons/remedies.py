@@ -105,7 +105,7 @@ def _scale(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
-    """Return the first scale under which enough of the gradients is left, and nothing overflows."""
+    """Return the first scale at which enough gradients are left and nothing overflows."""
     # At a smaller scale than this one, even the largest gradient is rounded to 0.
     least = event.ends.smallest / 2 / event.largest if event.largest else 0.0
     first = max(2, 2 * math.ceil(math.log2(least) / 2)) if least > 1 else 2
@@ -123,7 +123,7 @@ def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
 
 
 def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
-    """Return the largest scale under which nothing overflows: a smaller one loses more gradients."""
+    """Return the largest scale at which nothing overflows, because a smaller scale loses more gradients."""
     first = 1
     if event.ends is not None and event.ends.largest < event.largest < math.inf:
         first = math.ceil(math.log2(event.largest / event.ends.largest))
@@ -161,7 +161,7 @@ def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def _with_gradients(policy: Policy, fmt: Format, other: Products | FloatFormat) -> Policy:
-    """Return a policy in which gradients of this format get another one, or enter products as operands with scales."""
+    """Return a policy in which gradients in `fmt` get another format, or enter products as operands with scales."""
     given = {"error": policy.error, "weight_grad": policy.weight_grad}
     lossy = [role for role, its in given.items() if its is not None and as_format(its) == fmt]
     # A policy that has products has already chosen the formats of their operands.
@@ -239,7 +239,7 @@ def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remed
 
 
 def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -> Remedy | None:
-    """Return float32 for as few of the candidates as possible, from the first on, if that is a remedy."""
+    """Try float32 for as few of the candidates as possible, preferring the first; return the remedy, if it is one."""
     trials = attempts.trials
     if trials.emulated:
         computing = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]
@@ -253,8 +253,9 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
     else:
         units = [o for o in candidates if o.name != "parameter"]
     units = units[: FEW if attempts.has_one else None]
-    # The first search looks only at the end of each run, because observing a whole run takes ten times as long. The
-    # result is then observed. If it fails, for example because a mask leaks now, a second search observes each trial.
+    # The first search looks only at the end of each run, because observing a whole run takes ten times as long. A run
+    # with the chosen set is then observed. If it fails, for example because a mask leaks now, a second search observes
+    # each trial.
     chosen = _searched(attempts, units)
     outcome = None if chosen is None else attempts.looks_well(_widened(attempts, chosen))
     if chosen is not None and outcome is None:
@@ -366,7 +367,7 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
 def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None:
     """Return the outcome of a run under the change; None if it is not finite.
 
-    moves: whether it also returns None if too few weights with a gradient change.
+    moves: whether to return None also if too few of the weights that have a gradient change.
     """
     kept = {id(tensor): value for tensor, value in trials.kept.tensors}
     own = {id(p) for o in trials.kept.optimizers for group in o.param_groups for p in group["params"]}

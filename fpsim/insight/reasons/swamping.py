@@ -82,10 +82,10 @@ class _Sum:
 
 
 class Sums:
-    """Sums of a step's operations, recomputed in float64. They add terms one by one, or many numbers in one call.
+    """Sums of a step's operations, recomputed in float64. Terms are added one by one, or many in one call.
 
-    A sum is wrong if its error is more than 8 times half an ulp of the exact value or of a partial sum, as a root mean
-    square over the elements, and also more than the error in float32 would be.
+    A sum is wrong if its error is more than 8 times this bound: half an ulp of the exact value or of the largest
+    partial sum, plus the largest error of the sum in float32. Errors are root mean squares over the elements.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Sums:
         alpha = kwargs.get("weight" if is_lerp else "alpha", args[2] if len(args) > 2 else 1)
         if not all(isinstance(x, Tensor | int | float) for x in (*values, alpha)):
             return None
-        # All operands are float32.
+        # A sum is not tracked if all its operands and its result are float32.
         is_low = any(isinstance(x, Tensor) and (x.dtype in LOW or self._is_known(x, given, read)) for x in values)
         if not is_low and not _is_low(operation.notes["ends"]):
             return None
@@ -249,7 +249,8 @@ def swamped(
     half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
     if half_ulps <= WRONG:
         return None
-    # Sixty equal terms are all rounded alike. Their sum is inaccurate, but no term is swamped: an eighth must be lost.
+    # Sixty equal terms are all rounded alike. Their sum is inaccurate, but no term is swamped. So the error counts only
+    # if it is at least an eighth of the added terms.
     if added is not None and float(error.norm()) < SHARE * float(added.expand(true.shape)[numbers].norm()):
         return None
     shown = [

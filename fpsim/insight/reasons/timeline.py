@@ -39,7 +39,7 @@ class Rounded(NamedTuple):
     @property
     def expected_error(self) -> float:
         """The expected relative error of such a rounding."""
-        # Of a user's own function only the error that it made here is known.
+        # For a user's own rounding function, only the error that it made here is known.
         if isinstance(self.spec.fmt, OwnFormat):
             before = self.before.float()
             return float(
@@ -58,7 +58,7 @@ class Timeline:
     """The visitor of a traced step, and the observer of a quantised model.
 
     It writes its observations into the notes of each operation. `judge`, `judge_gradient` and `judge_rounded_gradient`
-    decide which observations are events. The methods of this class are those of `why`; `diagnose` overrides them.
+    decide which observations are events. `why` uses these methods as they are; `diagnose` overrides them.
 
     operations: the operations in the order of the run, each with glances in its notes.
     gradients: the operations and parameters in the order in which their gradients arrived.
@@ -126,7 +126,8 @@ class Timeline:
         self.operations.append(operation)
         notes["operands"] = self._operands(operation, given, operands)
         wanted = [x for x in (*given, *tensors_in(arguments)) if x.requires_grad]
-        # "open" means that the gradient goes on to a tensor from outside, which is no operation and no parameter.
+        # "is_open" means that the gradient goes on to a tensor from outside, which is neither a result of an operation
+        # nor a parameter.
         notes["is_open"] = None in map(self.trace.results.get, wanted)
         notes["masked"] = masked_in(operation, operands, arguments, result)
         rounded, self._rounded, self._ends = self._rounded, [], None
@@ -222,7 +223,7 @@ class Timeline:
     def _of_roundings(self, operation: Operation, rounded: list[Rounded], is_fill: bool) -> Event | None:
         """Return the event of this operation's roundings, if anything but a mask broke."""
         for one in rounded:
-            # An operand became 0 completely. The comparison with float32 uses this note if the result is lost.
+            # All numbers of an operand became 0. The comparison with float32 uses this note if the result is lost.
             if one.role not in ("activation", "output") and not bool(one.after.any()) and bool(one.before.any()):
                 unrounded = glance(one.before)
                 operation.notes["lost"] = _place_of(operation, one.role, unrounded), one.role, unrounded, one.ends
@@ -367,7 +368,7 @@ def overflow_of(rounded: Rounded) -> tuple[float, int]:
     # A number that was not finite before has an event at its own place. Its block becomes NaN because of it.
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.nonfinite == "nan" and not bool(before.isfinite().all()):
         return math.inf, 0
-    # The rule of a block's scale may let its largest number saturate, so saturation is not an event there.
+    # The scale rule may let the largest number of a block saturate, so saturation of blocks is not an event.
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":
         return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
     sums, largest = Accumulator(spec, before.device), rounded.ends.largest
@@ -380,7 +381,7 @@ def overflow_of(rounded: Rounded) -> tuple[float, int]:
 
 
 def way_to(loss: Operation | None, start: Operation) -> list[Operation]:
-    """Return the operations from `start` to the loss, inclusive, through non-finite results if there are any."""
+    """Return a path of operations from `start` to the loss, inclusive; non-finite results are preferred."""
     leads, way = set() if loss is None else loss.all_behind(), [start]
     while way[-1] is not loss and (further := [o for o in way[-1].children if id(o) in leads]):
         way.append(max(further, key=lambda o: bool(o.notes["result"].nonfinite)))

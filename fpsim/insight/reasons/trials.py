@@ -331,7 +331,7 @@ class Remedy:
 
 
 class Reference:
-    """The same step in float32, run on demand. It is in float64 if float32 is not finite, or if the step is in float32.
+    """The same step in float32, run on demand; in float64 if float32 is not finite, or if the step is in float32.
 
     is_wanted: whether the step computes in fewer bits than float32.
     """
@@ -440,13 +440,16 @@ class _StillThereError(Exception):
 class Attempts:
     """Trials of changes, and the test for a remedy.
 
-    A change is a remedy if the event is absent in the step under the change, and the gradients pass these tests. Errors
-    are relative to the reference. Each parameter that has a gradient in the reference has one. An error of FAR or more
-    has become smaller by the factor NEARER, or as small as rounding makes it. No other error is above FAR. If no error
-    was FAR or more, their mean has become smaller by NEARER. The error of the loss is at most 1 / NEARER of the larger
-    one of two errors before: its own, and the largest one of a gradient. If the step was not finite before, all errors
-    of gradients are at most 1 - 1 / NEARER. If there is no reference, the loss and all gradients are finite, and no
-    gradient has become zero. Zeros are accepted if the event's place passes on a gradient: they are due to the batch.
+    A change is a remedy if the event is absent in the step under the change, and the step passes these tests. Errors
+    are relative to the reference.
+
+    - Each parameter that has a gradient in the reference has a gradient.
+    - Each gradient whose error was FAR or more has an error that is smaller by the factor NEARER, or as small as
+      rounding makes it. No other gradient has an error above FAR. If no error was FAR or more, the mean of all errors
+      is smaller by NEARER. If the step was not finite before, each error is at most 1 - 1 / NEARER instead.
+    - The error of the loss is at most 1 / NEARER of the larger of two errors before: of the loss, and of the gradients.
+    - Without a reference, the loss and all gradients are finite, and no gradient has become zero. Zeros are accepted if
+      the event's place passes on a gradient: they are due to the batch.
 
     is_visible: whether inf or NaN at the end of the step shows the event.
     has_one: whether a remedy is known already. Then another one is not worth many runs.

@@ -277,7 +277,7 @@ class Updates:
         if not bool(still.any()):
             return False
         ulp, largest = worst["epsilon"] * float(first[still].abs().max()), float((master - first)[still].abs().max())
-        # Four times the number of steps whose updates add up to an ulp; fewer for a large parameter, which is slow.
+        # Make four times as many steps as it takes to move by an ulp; fewer for a large parameter, which is slow.
         steps = min(math.ceil(4 * ulp / largest), max(16, min(STEPS, 2**28 // first.numel())))
         if not narrow.step(steps - 1) or bool((narrow.parameters[key].double() == first)[still].all()):
             return False
@@ -370,7 +370,7 @@ def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
 
 @dataclass
 class _Average:
-    """A tensor to which a step writes. name: that of the parameter or buffer; else the place of the write."""
+    """A tensor to which a step writes. name: the name of the parameter or buffer; else the place of the write."""
 
     x: Tensor
     name: str
@@ -413,7 +413,7 @@ class Averages:
         """Visit a tensor before a write to it. is_outside: whether it is not the result of an operation."""
         if x.dtype not in LOW or x.layout is not torch.strided:
             return
-        # The target may be a view of an average that the step has made. Equal memory shows that.
+        # The target may be a view of an average that the step has made. Then both have the same memory.
         memory = x.untyped_storage().data_ptr()
         x = x if is_outside else self._outside.get(memory, x)
         if (is_outside or memory in self._outside) and memory not in self._own and id(x) not in self.found:

@@ -61,8 +61,8 @@ class Widening:
         is_cast = kind.name in _ALL_CASTS and bool(tensors) and bool(args) and args[0] is tensors[0]
         name, dtype = self._given.get(index, ("", None))
         before = [dtype] if name == kind.name else []
-        # In the unedited step this cast returned its operand, and was no operation. It must not become an operation
-        # here, because operations are known by their number among those with the same name.
+        # In the unedited step this cast returned its operand, so it was not an operation. It must not become one here,
+        # because an operation is identified by its number among the operations with the same name.
         if is_cast and not name and index <= self._end:
             out = func(*args, **kwargs)
             return tensors[0] if out.is_floating_point() and out.layout is torch.strided else out
@@ -75,7 +75,7 @@ class Widening:
                 args, kwargs = map_leaves(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
         lows = [x.dtype for x in tensors if x.dtype in self._low] + [self._wide[x] for x in tensors if x in self._wide]
-        # Add the dtype that a cast was asked for, or a call that makes a tensor from integers.
+        # Add the dtype that is requested by a cast, or by a call that makes a tensor from integers.
         lows += _wanted(kind.name, args, kwargs, self._low)
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device) and not lows:
