@@ -149,7 +149,7 @@ class BlockFormat:
     Args:
         element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
         block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
-            "tensor" for all elements. If the axis is not a multiple of it, the last block is shorter.
+            "tensor" for all elements. If the block does not divide the axis, the last block is shorter.
         scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or another such as "e4m3fn".
         scale_rule: how a scale follows from amax, the largest magnitude of its block: see SCALE_RULES. Powers of two:
             "floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "mid_max", "uos(0.375)". Any other scale:
@@ -215,8 +215,8 @@ class BlockFormat:
     def scale_of_infinity(self) -> float:
         """Scale of a block in which a number is infinite.
 
-        If infinities saturate, it is 1, as in TransformerEngine's compute_scale_from_amax. In blocks of MXFP8 and NVFP4
-        it is the largest number of the scales' format instead (in MXFP8 the code 0xFE).
+        If infinities saturate, the scale is 1, as in TransformerEngine's compute_scale_from_amax. In blocks of MXFP8
+        and NVFP4 it is the largest number of the scales' format instead (in MXFP8 the code 0xFE).
 
         >>> [as_format(name).scale_of_infinity for name in ("mxfp4", "e4m3fn per row fp32 saturate")]
         [nan, 1.0]
@@ -299,7 +299,7 @@ class BlockFormat:
         shifted = 0.5 if rule == "even" else float(match[1]) if (match := _SHIFTED.fullmatch(rule)) else 0.0
         if shifted:
             return top - round(math.ldexp(shifted, 23 - min(self.element.mantissa_bits, 22)))
-        # This is the field of the first float32 above sqrt(2), which no float32 equals.
+        # `near` is the field of the first float32 above sqrt(2), which no float32 equals.
         near = 3474676
         fields = {"ceil": largest + 1, "nearest": near, "floor_plus1": 0, "ceil_amax": 1}
         return {**fields, "mid_max": (largest + top) // 2 + 1}.get(rule, top)
@@ -336,7 +336,7 @@ def _require_block(block: object) -> None:
 
 
 def has_room_for_scales(element: Element) -> bool:
-    """Return whether float32 holds the product of every element and scale. The element is no code book."""
+    """Return whether float32 holds the product of every element and scale. element: not a code book."""
     # Every format that 32 bits can round has room: see kernels.core.needs_wider_container.
     return element.min_ulp_exponent >= -94 and element.mantissa_bits <= 22
 
@@ -453,7 +453,7 @@ def _systematic_name(f: BlockFormat) -> str | None:
     if f.gain != 1:
         words += ["at", repr(float(f.gain))]
     name = " ".join(words)
-    # A book without a name has one for people, which is not parsed.
+    # A code book without a name is shown by a digest, which cannot be parsed.
     if isinstance(f.element, Codebook) and str(f.element) not in CODEBOOKS:
         return name if not f.least_amax and (not f.is_delayed or f.scale_rule == Delayed()) else None
     return name if _from_words(name) == f else None
@@ -561,7 +561,7 @@ def _from_repr(text: str) -> Format:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Evaluate a literal, or a call of the formats' classes with such arguments; nothing else is run."""
+    """Evaluate a literal, or a call of a format's class with such arguments, and execute nothing else."""
     if isinstance(node, ast.Tuple):
         return tuple(map(_evaluate, node.elts))
     # The `repr` of a code book contains these names.

@@ -30,7 +30,7 @@ class Codebook:
     unless the book holds it.
 
     Args:
-        values: 2 to 2**16 different numbers in the order of their codes, which need not be ascending. Each is kept as
+        values: 2 to 2**16 different numbers in the order of their codes, which need not be ascending. Each is stored as
             the nearest float32. They may include inf, -inf, one NaN, and -0 in addition to 0.
         ties: where a number exactly between two neighbours goes: "even" to the neighbour with the even code; "up" to
             the larger neighbour; "down" to the smaller neighbour; "away" from zero; "zero" towards zero. "away" and
@@ -105,7 +105,7 @@ class Codebook:
 
     @cached_property
     def exact_borders(self) -> tuple[Fraction, ...]:
-        """Borders between neighbours of `ascending`: `borders`, or the exact midpoints, which float64 need not hold."""
+        """Borders between neighbours of `ascending`: `borders`, or the exact midpoints, which float64 may not hold."""
         if self.borders is not None:
             return tuple(map(Fraction, self.borders))
         numbers = [v for v, _ in self.ascending]
@@ -127,7 +127,7 @@ class Codebook:
         return tuple(map(float, self.exact_borders))
 
     def goes_up(self, i: int) -> bool:
-        """Return whether the border between the values `i` and `i + 1` of `ascending` goes to the upper one."""
+        """Return whether the border between the values `i` and `i + 1` of `ascending` is rounded up to the latter."""
         (low, low_code), (high, high_code) = self.ascending[i : i + 2]
         # If the border is a value of the book, the value stays.
         if self.exact_borders[i] in (low, high):
@@ -250,7 +250,7 @@ class Codebook:
     @property
     def saturated_from(self) -> float:
         """Magnitude from which saturation is counted: the largest value plus half of the last spacing."""
-        # This is at the end that is farther from zero; if it is the negative end, the values are mirrored.
+        # The last spacing is at the end farther from zero; for the negative end, the values are mirrored.
         end = [*self.finite] if self.finite[-1] >= -self.finite[0] else [-v for v in reversed(self.finite)]
         return end[-1] + (end[-1] - end[-2]) / 2
 
@@ -341,7 +341,8 @@ def _linspace(count: int) -> list[float]:
     f = nearest_float32
     start, end = f(0.1), 1.0
     step = f(f(end - start) / f(count - 1)) if count > 1 else 0.0
-    # start + i * step is one multiply-add there; with factors of 24 and 10 bits the product is exact in float64.
+    # torch computes start + i * step as one multiply-add; with factors of 24 and 10 bits, the product is exact in
+    # float64.
     return [f(start + step * i) if i < count // 2 else f(end - step * (count - i - 1)) for i in range(count)]
 
 
@@ -375,7 +376,7 @@ def _hif8() -> Codebook:
             exponent_bits, rest = 1, 4
         else:
             exponent_bits, rest = 0, 3
-        # These are powers of two from 2**-22 on; code 0 is zero.
+        # Codes below 8 are powers of two from 2**-22 on, except for code 0, which is zero.
         if code < 8:
             magnitudes.append(math.ldexp(1.0, code - 23) if code else 0.0)
             continue
@@ -390,7 +391,7 @@ def _hif8() -> Codebook:
     beyond = magnitudes[0x6F]  # 1.5 * 2**15, whose code is that of inf
     magnitudes[0x6F] = math.inf
     book = Codebook((*magnitudes, math.nan, *(-v for v in magnitudes[1:])), ties="away")
-    # This is not the default border before inf: the spacing doubles at the largest value, 2**15, so that the last
+    # The border before inf is not the default: the spacing doubles at the largest value, 2**15, so that the last
     # spacing is too small.
     end = (book.largest + beyond) / 2
     return replace(book, borders=(-end, *book.midpoints[1:-1], end))

@@ -50,7 +50,7 @@ class FixedPoint:
                 f"word_length={shown(self.word_length)} makes no format that a float32 holds. "
                 f"Expected: the integers {least} to {most}."
             )
-        # These are bounded first, so that the checks below cannot compute powers of two with billions of digits.
+        # The length is bounded first, so that the checks below cannot compute powers of two with billions of digits.
         if not is_whole(self.fraction_length) or abs(self.fraction_length) > 10**9:
             given = shown(self.fraction_length)
             raise ValueError(f"fraction_length={given} makes no format. Expected: an integer, from -127 to 149.")
@@ -132,7 +132,7 @@ class FixedPoint:
     smallest_subnormal = smallest
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
-        """Return "saturate". Raises ValueError if anything else is asked for."""
+        """Return "saturate". Raises ValueError for any other rule."""
         if overflow is not None and (not isinstance(overflow, str) or overflow != "saturate"):
             raise ValueError(
                 f"overflow={shown(overflow)} is invalid: {self} has neither inf nor NaN. Expected: saturate, or None."

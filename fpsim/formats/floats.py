@@ -205,7 +205,7 @@ class FloatFormat:
                 f"values() of {self} would list {self.finite_count:,} numbers. It lists formats of up to 16 bits, "
                 f"this one has {self.bits}. Decode the codes you need with decode()."
             )
-        # It is a set, because without subnormals several codes stand for zero.
+        # The magnitudes are a set, because without subnormals several codes stand for zero.
         magnitudes = sorted({self._magnitude(code) for code in range(self._largest_magnitude_code + 1)})
         if not self.is_signed:
             return tuple(magnitudes)
@@ -313,7 +313,7 @@ def _require_fields(f: FloatFormat) -> None:
             raise ValueError(f"{name}={shown(value)} makes no format. Expected: the integers {low} to {high}.")
     if f.bias is not None and not is_whole(f.bias):
         raise ValueError(f"bias={shown(f.bias)} makes no format. Expected: an integer, or None for the standard's.")
-    # These are bounded first: the checks that follow compute with the bias, and put it into their messages.
+    # The bias is bounded first: the checks that follow compute with the bias, and put it into their messages.
     if f.bias is not None and abs(f.bias) > 10**9:
         raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Expected: -200 to 200, or None.")
     if not isinstance(f.specials, str) or f.specials not in SPECIALS:

@@ -26,7 +26,7 @@ def from_other_library(fmt: Any) -> FloatFormat:
     ('e4m3fnuz', 'fp16')
     """
     kind = type(fmt)
-    # They are compared by name: `isinstance` would need torch and gfloat, which this folder does not import.
+    # Types are compared by name: `isinstance` would need torch and gfloat, which this folder does not import.
     if kind.__name__ == "FormatInfo" and kind.__module__.partition(".")[0] == "gfloat":
         return _from_gfloat(fmt)
     if kind.__name__ == "dtype" and kind.__module__ == "torch":

@@ -39,11 +39,10 @@ ROWS, COLUMNS, DEPTH = 32, 64, 32
 
 
 class Code(NamedTuple):
-    """Constants of an accumulator that are compiled in: rules and shapes of its sums, and whether it has groups.
+    """Compiled-in constants of an accumulator: rules and shapes of sums, products and outer sums, and kind of groups.
 
-    There is a rule and a shape for the sums, for the products and for the outer sum.
-
-    grouped: 1 for groups that are aligned with the accumulator, 2 for groups that are aligned before they meet it.
+    grouped: 0 for no groups, 1 for groups that are aligned with the accumulator, 2 for groups whose products are
+        aligned and added before their sum is added to the accumulator.
     """
 
     rule: int
@@ -56,7 +55,8 @@ class Code(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The operands a (batch, rows, terms) and b (batch, terms, columns), the bias and the result; strides in elements.
+    """Sizes and strides, in elements, of the operands a (batch, rows, terms) and b (batch, terms, columns), the bias
+    and the result; and the numbers of an accumulator.
 
     An element's noise depends on its index in the result, which is its offset in memory.
     """
@@ -110,7 +110,7 @@ def memory_of(sizes: Sizes) -> int:
 
 @njit
 def _fill(noise, width, element, step, kind, number, key):
-    """Fill in the noise of the roundings 4 (number // 4) and the next three, for `width` elements."""
+    """Fill in the noise of four roundings, which begin at number 4 * (number // 4), for `width` elements."""
     quad = number // 4
     for j in range(width):
         w0, w1, w2, w3 = sum_noise(element + j * step, kind, quad, key[0], key[1])
@@ -127,14 +127,15 @@ def _load(target, source, first, rows, columns, row_step, column_step, width):
             target[i, j] = 0.0
 
 
-# `cpu_loop` calls both kinds of blocks in the same way: a block of terms ignores `g` and `work`, a block of groups `q`.
+# `cpu_loop` gives both functions the same arguments: the function for terms ignores `g` and `work`, the function for
+# groups ignores `q`.
 
 
 def _make_block(code: Code) -> Callable[..., Any]:
-    """Add a block of terms to a tile, one by one: sums[r, j] += values[r, t] * terms[t, j] for t ascending.
+    """Return a function that adds a block of terms to a tile: sums[r, j] += values[r, t] * terms[t, j], t ascending.
 
     number: the number of the block's first rounding, for the noise.
-    element, row_step, step: the place of the tile in the result.
+    element, row_step, step: the index of the tile's first element in the result, and the strides of rows and columns.
     """
     add, round_product = make_add(code.rule, code.shape), make_round_value(code.product_rule, code.product_shape)
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
@@ -143,7 +144,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
     def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
         for r in range(rows):
             for t in range(count):
-                # A counter yields four words of noise: it is drawn at every fourth term, and at the first term of a
+                # A counter yields four words of noise: noise is drawn at every fourth term, and at the first term of a
                 # block.
                 lane, value = (number + t) % 4, values[r, t]
                 if is_stochastic and (lane == 0 or t == 0):
@@ -160,7 +161,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
 
 
 def _make_grouped_block(code: Code) -> Callable[..., Any]:
-    """Add a block group by group, each aligned to its largest exponent: see Accumulator. Returns how many groups."""
+    """Return a function that adds a block group by group, aligned as Accumulator says, and returns how many groups."""
     round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
     meets_later = code.grouped == 2
 
@@ -202,7 +203,10 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
 
 @cache
 def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
-    """Add one tile to another with one rounding. number: its place among the roundings with noise of this kind."""
+    """Return a function that adds one tile to another with one rounding.
+
+    number: the number of this rounding among the roundings with noise of the same kind.
+    """
     add, is_stochastic = make_add(rule, shape), draws_noise(rule)
 
     @njit
@@ -219,7 +223,7 @@ def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
 
 @cache
 def cpu_loop(code: Code) -> Loop:
-    """Compute the tiles `first` to `last` of a product, each from +0.
+    """Return a loop that computes the tiles `first` to `last` of a product, each from +0.
 
     a_source, b_source, bias_source, out_target: addresses of patterns of float32.
     numbers: the address of Sizes and of the Numbers of sums, products and the outer sum, as int64.
@@ -274,7 +278,7 @@ def cpu_loop(code: Code) -> Loop:
                     folds += 1
                     inner[:] = 0.0
             sums, spare = (outer, inner) if chunk > 0 else (inner, outer)
-            # The bias is added last, as an epilogue does, in the tile that is no longer needed.
+            # The bias is added last, as in an epilogue. It is loaded into the tile that is no longer needed.
             if has_bias:
                 c_first = batch * c_batch + row * c_row + column * c_column
                 _load(spare, bias, c_first, rows, columns, c_row, c_column, width)
@@ -374,5 +378,5 @@ def cuda_loop(code: Code) -> CudaKernel:
 
     numbers, sizes = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.int64, SIZES)
     signature = *[WORDS32] * 4, sizes, numbers, numbers, numbers, INTEGERS, INTEGER, INTEGER
-    # Numba inlines this: any function that is not inlined would be compiled for each card.
+    # Numba inlines the body: any function that is not inlined would be compiled for each card.
     return CudaKernel(lambda: for_card(cuda_kernel(code)), signature, "accumulate", *code)

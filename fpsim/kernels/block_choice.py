@@ -37,12 +37,14 @@ def make_error(error: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @cache
 def cpu_along(error: int) -> Loop:
-    """Replace blocks, whose elements lie side by side, by those of `other` where these are nearer to `src`.
+    """Return a loop that replaces blocks of `kept` by blocks of `other` that are nearer to `src`.
+
+    The elements of a block lie side by side.
 
     The first arguments are addresses: src, kept and other (float32), dims (of BlockAxes), errors and chosen.
 
     errors: a float64 for each block, the error of the kept result, which is known from the second candidate on.
-    chosen: a byte for each block, the candidate that it takes.
+    chosen: a byte for each block, the number of its candidate.
     candidate: the number of `other`, from 1.
     ties: 1 to keep the later of two equal candidates, else 0; GIVEN if `chosen` says which blocks to take from `other`.
     first, last: the units of work, which are those of `block_loops.cpu_along`.
@@ -84,7 +86,7 @@ def cpu_along(error: int) -> Loop:
                 else:
                     e[unit + b] = after if is_taken else before
                     k[unit + b] = candidate if is_taken else (0 if candidate == 1 else k[unit + b])
-                # This has no branch, because no processor could predict it.
+                # The copy has no branch, because no processor could predict which blocks are replaced.
                 for j in range(height):
                     start = base + j * step
                     ys, zs = y[start : start + length], z[start : start + length]
@@ -97,7 +99,10 @@ def cpu_along(error: int) -> Loop:
 
 @cache
 def cpu_across(error: int) -> Loop:
-    """Do the same where neighbours in memory belong to other blocks. Units of work: as in `block_loops.cpu_across`."""
+    """Return the loop of `cpu_along` for blocks whose neighbours in memory belong to other blocks.
+
+    first, last: the units of work, which are those of `block_loops.cpu_across`.
+    """
     of_element, joined = make_error(error)
     i64, f32, new_errors = np.int64, np.float32, stack_array(LANES, np.float64)
 

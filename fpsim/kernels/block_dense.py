@@ -1,6 +1,6 @@
 """Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
-The number of threads that share a block is compiled in. A thread takes 16 bytes, and indices are divided by constants
+The number of threads that share a block is compiled in. A thread rounds 16 bytes, and indices are divided by constants
 only. With one scale for the whole tensor, the same kernel takes any number of elements. A second kernel finds the amax
 of a tensor, and the numbers that all its blocks share.
 """
@@ -48,14 +48,14 @@ ONE_SCALE = 0  # in place of the size of a block: one scale for the whole tensor
 SIZES = tuple(VECTOR << i for i in range(6))
 
 # Flags of `amax_kernel`. AMAX or MULTIPLIER: the first of the two shared numbers is the amax or the multiplier.
-# OF_TENSOR: the second one is the amax. SATURATES: infinity saturates.
+# OF_TENSOR: the second number is the amax. SATURATES: infinity saturates.
 AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
 PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
 _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 
 def dense_size(axes: Sequence[int]) -> int | None:
-    """Return the size of the blocks if this kernel can round them, else None. axes: those of BlockAxes."""
+    """Return the size of the blocks if `dense_kernel` can round them, else None. axes: the fields of BlockAxes."""
     _, _, _, columns, inner, r, c = axes
     return c if inner == 1 and r == 1 and c in SIZES and columns % c == 0 else None
 
@@ -66,7 +66,7 @@ def grid_of(count: int, threads: int) -> int:
 
 
 def amax_of_team(most, shared, thread, team):
-    """Return the largest value of a team, once each thread has left its own in shared memory and passed a barrier."""
+    """Return the largest value of a team, after each thread has written one to shared memory and passed a barrier."""
     leader = np.uint64(thread // np.uint32(team)) * np.uint64(team)
     for j in range(team):
         most = max(most, shared[leader + np.uint64(j)])
@@ -74,9 +74,9 @@ def amax_of_team(most, shared, thread, team):
 
 
 def leave_noise(words, thread, vector, key0, key1):
-    """Write this thread's words of its block of noise into shared memory, each at the place of its element.
+    """Write this thread's words of a block of noise into shared memory, each at the index of its element.
 
-    Two threads have the same counter, and each leaves half of its words: see threefry.NOISE_BLOCK.
+    Two threads have the same counter, and each writes half of the counter's words: see threefry.NOISE_BLOCK.
     """
     u32, u64, lanes = np.uint32, np.uint64, np.uint64(NOISE_LANES)
     w0, w1, w2, w3 = noise_words(vector // u64(WARP) * lanes + vector % lanes, key0, key1)
@@ -128,7 +128,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
             amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
-        # Noise goes through shared memory: a counter's words are for elements 16 apart, a thread's are neighbours.
+        # Noise goes through shared memory: a counter's words belong to elements 16 apart, a thread's to neighbours.
         if is_stochastic:
             key0, key1 = key_words(key[0] if has_key else word)
             leave_noise(words, thread, u64(vector), key0, key1)
@@ -170,7 +170,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> CudaKernel:
-    """Return the kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch; `grid_of` returns the number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
@@ -197,7 +197,7 @@ def amax_kernel() -> Callable[..., None]:
 
     is_aligned: whether x begins at a multiple of 16 bytes.
     largest: the pattern of the largest value of the elements' format.
-    asked: flags. The block of threads that finishes last writes the numbers that they ask for.
+    asked: flags of the numbers to write. The block of threads that finishes last writes these numbers.
     out: PLACES int64.
     """
     from numba import int64, uint32

@@ -37,8 +37,8 @@ from fpsim.kernels.threefry import NOISE_BLOCK, element_noise, fill_noise
 # The number of neighbours in memory that are rounded side by side; fewer if a block is long, to stay in the cache.
 LANES = 256
 LONG_BLOCK, LANES_OF_LONG = 128, 64
-# The number of blocks whose numbers `cpu_along` computes side by side: this takes a quarter less time with blocks of
-# 16.
+# The number of blocks whose BlockScales `cpu_along` computes side by side, which takes a quarter less time for blocks
+# of 16 elements.
 BATCH = 64
 
 
@@ -49,7 +49,7 @@ def lanes_of(r: int, c: int) -> int:
 
 @njit(forceinline=True)
 def place_of(unit, outer, rows, middle, columns, inner, r, c):
-    """Return where a block begins, its height, its length and the distance of its rows.
+    """Return the index of a block's first element, the block's height, its length and the distance of its rows.
 
     Beyond the last block the height is 0. unit: the number of the block, counted by outer, R, middle, C and inner.
     """
@@ -65,7 +65,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):
 
 @njit(inline="always")
 def amax_of(xs, count, amax):
-    """Return the largest of all patterns, including special ones: if it is below MASK, it is the amax of numbers."""
+    """Return the largest of all patterns, including special ones. A result below MASK is the amax."""
     for i in range(count):
         amax = max(amax, magnitude_of(xs[i]))
     return amax
@@ -81,7 +81,7 @@ def counted_amax(xs, count, counted, amax):
 
 @njit(inline="always")
 def treat_specials(xs, ys, count, back, p):
-    """Correct the elements among which there are masks or infinities, after all were rounded at one scale."""
+    """Correct masks and infinities among elements that were all rounded at one scale."""
     for i in range(count):
         ys[i] = special_element(xs[i], ys[i], back, p)
 
@@ -91,9 +91,9 @@ HAS_SPECIALS = 1 << 32  # added to an amax
 
 @cache
 def cpu_amax() -> Loop:
-    """Find the largest magnitude of `n` float32 at address `src`, as `counted_magnitude` counts it, as a pattern.
+    """Return a loop that returns the pattern of the amax of `n` float32 at address `src`; see `counted_magnitude`.
 
-    HAS_SPECIALS is added if there is a mask, an infinity or a NaN.
+    The loop adds HAS_SPECIALS if there is a mask, an infinity or a NaN.
     """
 
     @compiled_loop()
@@ -109,7 +109,10 @@ def cpu_amax() -> Loop:
 
 @cache
 def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """Write the BlockScale of `count` blocks to arrays. Returns whether one of the scales is too far for 32 bits."""
+    """Return a compiled function that writes the BlockScale of `count` blocks to arrays.
+
+    The function returns whether one of the scales is too far for 32 bits.
+    """
     block_scale = make_block_scale(scale_shape, kind)
 
     @njit(inline="always")
@@ -129,17 +132,17 @@ def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def _memory_of(count: int) -> tuple[Callable[[], Any], ...]:
-    """Return functions that allocate a loop's memory.
-
-    They allocate a block of noise, and unsigned, signed and real numbers of blocks.
-    """
+    """Return four functions that allocate a loop's memory: a block of noise, and `count` uint32, int32 and float32."""
     kinds = np.uint32, np.int32, np.float32
     return stack_array(NOISE_BLOCK, np.uint32), *(stack_array(count, kind) for kind in kinds)
 
 
 @cache
 def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Round neighbours in memory that share a scale. Returns the number of the noise block that is loaded."""
+    """Return a compiled function that rounds neighbours in memory that share a scale.
+
+    The function returns the number of the noise block that is loaded.
+    """
     apply, is_stochastic = make_apply(rule, shape, kind), draws_noise(rule)
 
     @njit(inline="always")
@@ -168,11 +171,11 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     return run  # type: ignore[no-any-return]
 
 
-# The length of a block is an argument, and is not compiled in: LLVM unrolls a loop over 32 elements before it can
-# vectorise the loop, which took twice the time.
+# The length of a block is an argument. A loop with a compiled-in length took twice the time, because LLVM unrolls a
+# loop over 32 elements before it can vectorise the loop.
 @cache
 def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
-    """Round blocks whose elements lie side by side: `inner` is 1.
+    """Return a loop that rounds blocks whose elements lie side by side: `inner` is 1.
 
     All but the last two arguments are addresses: src, dst; dims (of BlockAxes); parameters (of a BlockPlan); key (two
     uint32).
@@ -237,7 +240,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 for j in range(height):
                     start = begin + j * step
                     xs, ys = x[start : start + length], y[start : start + length]
-                    # Elements take turns: a scale so far away is rare, and 64 bits gain nothing from vectors.
+                    # Elements are rounded one by one: a far scale is rare, and 64 bits gain nothing from vectors.
                     if far:
                         for k in range(length):
                             bits = element_noise(start + k, keys[0], keys[1]) if is_stochastic else u32(0)
@@ -256,7 +259,10 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 
 @cache
 def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Round neighbours in memory, each with its own scale. Returns the number of the noise block that is loaded."""
+    """Return a compiled function that rounds neighbours in memory, each of which has another scale.
+
+    The function returns the number of the noise block that is loaded.
+    """
     apply, is_stochastic, numbers_from = make_apply(rule, shape, kind), draws_noise(rule), make_numbers_from(32)
 
     @njit(inline="always")
@@ -287,7 +293,7 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
-    """Round blocks whose neighbours in memory belong to other blocks: `inner` is above 1.
+    """Return a loop that rounds blocks whose neighbours in memory belong to other blocks: `inner` is above 1.
 
     The arguments are those of cpu_along, but a unit of work is `lanes_of` blocks side by side. Units are counted by
     outer, R, middle, C and lanes.
@@ -341,8 +347,8 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 start = base + t // length * step + t % length * inner
                 xs, ys = x[start : start + width], y[start : start + width]
                 have = run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole)
-                # These are rounded again in 64 bits, lane by lane: blocks are seldom far, and the vectorised pass has
-                # no branch for them.
+                # Elements at a far scale are rounded again in 64 bits, lane by lane: such scales are rare, and the
+                # vectorised pass has no branch for them.
                 for i in range(width if far else 0):
                     if not is_near(exponents[i], p):
                         bits = element_noise(start + i, k[0], k[1]) if is_stochastic else u32(0)

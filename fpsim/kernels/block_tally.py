@@ -60,7 +60,7 @@ _INFINITY = np.uint64(0x7FF << 52)
 
 @cache
 def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """Return a compiled function that returns a tally's facts about one block that `has_scale`.
+    """Return a compiled function that returns a tally's facts about one block, for which `has_scale` is true.
 
     The facts are: whether the scale was raised to the smallest of its format or became zero; whether it was lowered to
     the largest; the float64 pattern of the scale; and the patterns of two magnitudes: below the first an element is
@@ -77,7 +77,8 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
         scale = u64(widened(float32_bits(block.back)))
         unit = float64_of_bits(scale)  # the value of an element 1
         is_under, is_over = False, False
-        # This goes by the scale that the rule wanted: the scale in use is clamped, and does not show that it had to be.
+        # The wanted scale is compared with the range: the scale in use is clamped, and does not show whether it was
+        # beyond the range.
         if kind == POWER or kind == GAINED:
             wanted = i64(wanted_exponent(a, p))
             is_under, is_over = wanted < p[LEAST_EXPONENT], wanted > p[MOST_EXPONENT]
@@ -112,10 +113,11 @@ def end_of_range(before, after, normal, saturated):
 
 @cache
 def cpu_loop(scale_shape: int, kind: int) -> Loop:
-    """Tally the blocks `first` to `last`, counted by outer, R, middle, C and inner, into the BLOCK_FIELDS at `row`.
+    """Return a loop that tallies the blocks `first` to `last` into the BLOCK_FIELDS at `row`.
 
-    All arguments but `first`, `last` and `row` are addresses: src and dst (float32, before and after); dims (of
-    BlockAxes); parameters (of a BlockPlan); limits (three float64: see make_facts).
+    Blocks are counted by outer, R, middle, C and inner. All arguments but `first`, `last` and `row` are addresses: src
+    and dst (float32, before and after); dims (of BlockAxes); parameters (of a BlockPlan); limits (three float64: see
+    make_facts).
 
     shared: int64, as in block_loops, but the third number is the pattern of the tensor's amax if all blocks share one
         scale, which is then the scale of block 0.

@@ -62,7 +62,7 @@ NO_SCALE = (1 << 63) - 1  # in place of the smallest scale
 def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
     """Return the number of CUDA blocks of `threads` threads in a launch, and the threads per team, a power of two.
 
-    axes: those of BlockAxes.
+    axes: the fields of BlockAxes.
     """
     outer, rows, middle, columns, inner, r, c = axes
     blocks, size = outer * -(-rows // r) * middle * -(-columns // c) * inner, min(r, rows) * min(c, columns)
@@ -78,7 +78,7 @@ def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
 
 
 def is_small(axes: Sequence[int]) -> bool:
-    """Return whether the places of all elements are below 2**31, so that threads can compute them in 32 bits."""
+    """Return whether the indices of all elements are below 2**31, so that threads can compute them in 32 bits."""
     return math.prod(axes[:5]) < MANY and max(axes) < MANY
 
 
@@ -89,9 +89,9 @@ def log2(n):
 
 
 def place_in_team(inner, team):
-    """Return the block of this thread, its number in the team, and the team's first place and step in shared memory.
+    """Return this thread's block, its number in the team, and the team's first index and step in shared memory.
 
-    The threads of a block and those of a team are powers of two.
+    The number of threads of a CUDA block and of a team is a power of two.
     """
     u32, u64 = np.uint32, np.uint64
     thread, threads, size = u32(cuda.threadIdx.x), u32(cuda.blockDim.x), u32(team)
@@ -116,7 +116,7 @@ def divided(n, d):
 
 @njit(inline="always")
 def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
-    """Do the same as `block_loops.place_of`, for small tensors."""
+    """Return what `block_loops.place_of` returns, computed in 32 bits, for small tensors."""
     # A card divides 64-bit integers slowly.
     u32 = np.uint32
     height, width, along = u32(r), u32(c), u32(columns)
@@ -135,16 +135,15 @@ def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
 
 @cache
 def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return two functions by which a thread walks through its elements of a block: one begins, and one steps on."""
+    """Return two functions by which a thread iterates over its elements of a block: `begin` and `further`."""
     place, integer = (place_in_32_bits, np.uint32) if small else (place_of, np.int64)
 
     @njit(inline="always")
     def begin(unit, member, team, outer, rows, middle, columns, inner, r, c):
-        """Return row, column and place in memory of the first element, and the ends and distances for `further`."""
+        """Return row, column and index in memory of the first element, and the limits and distances for `further`."""
         base, height, length, step = place(unit, outer, rows, middle, columns, inner, r, c)
         j, k, down, along, apart = integer(0), integer(member), integer(0), integer(team), integer(inner)
-        # The only divisions are at the beginning: with the quotients known, each further step is additions and a
-        # comparison.
+        # Divisions are needed only here: with the quotients known, each further step needs additions and a comparison.
         if along >= length:
             j, k, down, along = (
                 integer(k // length),
@@ -158,7 +157,7 @@ def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     @njit(inline="always")
     def further(at, walk):
-        """Step on by the size of the team."""
+        """Return row, column and index of the thread's next element, a team's size further on."""
         j, k, index = at
         _, length, down, along, ahead, back = walk
         j, k, index = integer(j + down), integer(k + along), integer(index + ahead)
@@ -173,7 +172,7 @@ def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
     def amax_of_team(x, start, walk, shared, member, leader, apart, team, counted):
         """Return the pattern of a block's largest magnitude, and whether this thread has masks, infinities or NaN.
 
-        All threads come here, including those without a block.
+        All threads have to call this function, including threads without a block, because it has barriers.
         """
         amax, at = np.uint32(0), start
         while at[0] < walk[0]:
@@ -374,7 +373,7 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
 
 @cache
 def cuda_choice(error: int, small: bool = True) -> CudaKernel:
-    """Return the kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch; `grid_of` returns the number of blocks."""
     from fpsim.compiling.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel, for_card
 
     signature = FLOATS32, FLOATS32, FLOATS32, *[INTEGER] * 7, FLOATS64, INTEGERS, INTEGER, INTEGER, INTEGER
@@ -383,7 +382,7 @@ def cuda_choice(error: int, small: bool = True) -> CudaKernel:
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
-    """Return the kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch; `grid_of` returns the number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
@@ -397,7 +396,7 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, small: boo
 
 @cache
 def cuda_tally(scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
-    """Return the kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch; `grid_of` returns the number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card

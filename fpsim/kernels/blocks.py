@@ -1,7 +1,7 @@
 """Blocks: the scale of one block, and the rounding of one element at that scale.
 
 Blocks whose scales are powers of two are rounded with integers only: see core.at_scale. All other blocks multiply and
-divide in float32, and each operation is rounded by itself.
+divide in float32, and each operation is rounded separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fpsim.kernels.codebooks import make_rounding
 from fpsim.kernels.containers import leading_zeros, narrowed, widened
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK, make_at_scale, make_numbers_from
 
-# How a scale follows from amax. It selects the code that is compiled.
+# Kinds: how a scale is computed from amax. The kind selects the code that is compiled.
 POWER = 0  # a power of two, see SCALE_RULES in fpsim.formats.blocks
 GAINED = 1  # a power of two, and elements are rounded at a multiple of their size
 DIVIDED = 2  # largest / amax in float32, by which elements are multiplied
@@ -36,7 +36,7 @@ class BlockPlan(NamedTuple):
     parameters: tuple[int, ...]
 
 
-# Places in the parameters of a BlockPlan. The Numbers of the elements in 32 bits come first.
+# Indices in the parameters of a BlockPlan. The Numbers of the elements in 32 bits come first.
 WIDE_NUMBERS = NUMBERS  # for elements in 64 bits: at some scales float32's own subnormals would be in the way
 SCALE_NUMBERS = 2 * NUMBERS  # Numbers of the scale's format
 (
@@ -49,7 +49,7 @@ SCALE_NUMBERS = 2 * NUMBERS  # Numbers of the scale's format
     LANDS_ON,  # the element that an amax becomes: a float32 pattern, like all that follow
     GAIN,
     LANDS_HIGHEST_ON,  # among the candidates of a choice; 0 beneath an amax that lands on the largest element
-    EXPANSION,  # how much lower than that the amax lands
+    EXPANSION,  # LANDS_HIGHEST_ON divided by LANDS_ON
     TENSOR_LANDS_ON,  # the value that the tensor's amax becomes under a scale of its own
     LEAST_AMAX,
     COUNTED,  # the largest magnitude that an amax counts: infinity, or every NaN
@@ -86,7 +86,7 @@ def counted_magnitude(word, counted):
 
 @njit(forceinline=True)
 def amax_of_vector(x0, x1, x2, x3):
-    """Return the largest of all patterns, including special ones: if it is below MASK, it is the amax of numbers."""
+    """Return the largest of all patterns, including special ones. A result below MASK is the amax."""
     return max(max(magnitude_of(x0), magnitude_of(x1)), max(magnitude_of(x2), magnitude_of(x3)))
 
 
@@ -99,9 +99,9 @@ def counted_amax_of_vector(x0, x1, x2, x3, counted):
 
 @njit(inline="always")
 def special_element(before, after, back, p):
-    """Return an element that may be a mask or an infinity, where `after` is its rounded value.
+    """Return the result for an element that may be a mask or an infinity. after: the rounded element.
 
-    back: the scale of its block; only whether it is NaN matters.
+    back: the scale of the block; only whether the scale is NaN matters.
     """
     magnitude = np.uint32(before & MAGNITUDE)
     if magnitude == MASK and back == back:
@@ -149,7 +149,7 @@ def exponent_of_scale(amax, p):
 
 @njit(inline="always")
 def wanted_scale(amax, whole, p):
-    """Return the number that, when rounded, is a block's scale beneath a scale of the tensor."""
+    """Return the number that is rounded to a block's scale, for a tensor that has a second scale."""
     # The order of operations is TransformerEngine's; if the amax lands elsewhere than on the largest element, it is
     # fouroversix's.
     if p[LANDS_HIGHEST_ON] != np.int64(0):
@@ -162,14 +162,15 @@ def wanted_scale(amax, whole, p):
 def power_of_two(exponent):
     """Return 2**exponent as a float32 pattern, for exponents from -149 to 127."""
     normal = np.uint32(np.uint32(exponent + np.int32(127)) << np.uint32(23))
-    # This is computed for normal exponents too, and masked: a shift by the width of a word or more is undefined.
+    # The shift is computed for normal exponents too. Its amount is masked, because a shift by a word's width or more is
+    # undefined.
     subnormal = np.uint32(np.uint32(1) << np.uint32(np.uint32(exponent + np.int32(149)) & np.uint32(31)))
     return normal if exponent >= np.int32(-126) else subnormal
 
 
 @njit(forceinline=True)
 def divided_by_power(bits, exponent):
-    """Return the float64 pattern of a number divided by 2**exponent, neither of which is far from float32's range."""
+    """Return the float64 pattern of a number divided by 2**exponent; both are within or near float32's range."""
     field = np.uint64((bits >> np.uint64(52)) & np.uint64(0x7FF))
     is_moved = np.uint64(0) < field < np.uint64(0x7FF)
     return np.uint64(bits - np.uint64(np.int64(exponent) << np.int64(52))) if is_moved else np.uint64(bits)
@@ -186,7 +187,7 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
     def tensor_scale(tensor_amax, p):
         if kind != NARROW or tensor_amax <= np.int64(0):
             return np.float32(1)
-        # It is 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4.
+        # The scale of an infinite amax is 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4.
         if tensor_amax >= np.int64(INFINITY):
             return float32_of(NAN) if p[INFINITE_SCALE] > np.int64(INFINITY) else np.float32(1)
         return min(np.float32(float32_of(p[TENSOR_LANDS_ON]) / float32_of(tensor_amax)), FLOAT32_LARGEST)
@@ -196,10 +197,10 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
 
 @njit(inline="always")
 def second_place(first, unit, columns):
-    """Return the place, in a loop's `shared`, of the amax from which the second scale of a block follows.
+    """Return the index, in a loop's `shared`, of the amax from which the second scale of a block is computed.
 
-    first: the first number in `shared`. It is -1 if the second scale is the tensor's, whose amax comes next. It is -1 -
-        n if n blocks share a second scale, whose amaxes begin at the fourth number, row by row.
+    first: the first number in `shared`: -1 if the tensor has one second scale, whose amax is the next number; -1 - n if
+        n blocks share a second scale, whose amaxes begin at the fourth number, row by row.
     unit: the number of the block, counted by rows of `columns`.
     """
     n = np.int64(-1) - first
@@ -230,15 +231,15 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
 
     @njit(inline="always")
     def block_scale(amax, shared, whole, p):
-        """amax: as `counted_magnitude` counts it. shared: used in its place if it is not negative."""
+        """Return the BlockScale. amax: as `counted_magnitude` counts it. shared: replaces amax if not negative."""
         numbers = elements(p)
         by, back, exponent = f32(1), f32(1), i32(0)
         a = u32(shared) if shared >= i64(0) else u32(amax)
         is_finite, infinite = a < INFINITY, float32_of(p[INFINITE_SCALE])
         if kind == POWER or kind == GAINED:
             exponent = exponent_of_scale(a, p)
-            # This is clamped to the exponents at which 32 bits can round; elements at a scale beyond these go to
-            # `apply_far`.
+            # The shift is clamped to the exponents at which 32 bits can round; `apply_far` rounds elements at a scale
+            # beyond these.
             shift = max(p[LEAST_SHIFT], min(p[MOST_SHIFT], -i64(exponent)))
             numbers = at_scale(numbers, shift)
             by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent)) if is_finite else infinite
@@ -271,14 +272,14 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Return a compiled function that rounds one element of a block in 32 bits. numbers: those at the block's scale."""
+    """Return a compiled function that rounds one element in 32 bits. numbers: the Numbers at the block's scale."""
     round_bits = make_rounding(rule, shape, 32)
 
     @njit(forceinline=True)
     def apply(word, noise, numbers, by, back, whole):
         if kind == POWER:
             return round_bits(word, noise, numbers)
-        # This is a quotient, as in bitsandbytes and torchao: a product with the reciprocal may differ in the last bit.
+        # QUOTIENT divides, as bitsandbytes and torchao do: a product with the reciprocal may differ in the last bit.
         scaled = float32_bits(np.float32(float32_of(word) / by if kind == QUOTIENT else float32_of(word) * by))
         r = round_bits(scaled, noise, numbers)
         if kind == GAINED:

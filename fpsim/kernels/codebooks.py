@@ -53,12 +53,13 @@ from fpsim.kernels.core import (
 )
 
 SPACING_WORDS = 4
-# The most buckets of a half. Beyond, a search through the limits costs less than memory that is not in the cache.
+# The largest number of buckets of a half. Beyond it, a search through the limits costs less than memory outside of the
+# cache.
 MOST_BUCKETS = 1 << 14
 
 
 class BookNumbers(NamedTuple):
-    """The Numbers of a code book, under names of their own."""
+    """The Numbers of a code book, whose fields have other meanings, and therefore other names."""
 
     shift: int
     base: int
@@ -80,10 +81,11 @@ def make_rounding(rule: int, shape: int, width: int) -> Callable[..., Any]:
 def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
     """Return a compiled function that says whether a magnitude goes up to the next value, in stochastic rounding.
 
-    The four words at `at` describe the spacing in units of 2**q. The first is its length in 32 bits, 0 if there is no
-    next value. The next two are the halves of its beginning, which has 64 bits (modulo 2**64) and counts 2**-32 of a
-    unit. The fourth is 32 - q, modulo 2**width. The distance to the beginning is counted in the same units, and bits
-    beyond 64 cancel out. The magnitude goes up if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
+    The four words at `at` describe the spacing between the two values. The first word is its length, of 32 bits and in
+    units of 2**q, or 0 if there is no next value. The next two words are the halves of its beginning, in units of
+    2**(q - 32) and modulo 2**64. The fourth word is 32 - q, modulo 2**width. The distance to the beginning is counted
+    in units of 2**(q - 32) too, and bits beyond 64 cancel out. The magnitude goes up if distance / (2**32 * length) >=
+    1 - R / 2**32, multiplied out.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
@@ -117,7 +119,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
 
 @cache
 def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """Return a compiled function that rounds one bit pattern to a code book, called as that of `core.make_round`."""
+    """Return a compiled function of (bits, noise, Numbers) that rounds one bit pattern to a code book."""
     container = BINARY32 if width == 32 else BINARY64
     uint = np.uint32 if width == 32 else np.uint64
     top, infinity = uint(1 << (width - 1)), uint(container.bits(float("inf")))
@@ -198,7 +200,7 @@ class Table(NamedTuple):
     words: np.ndarray[Any, Any]
 
 
-# By address, and for the life of the process: a kernel holds addresses, which keep no memory alive.
+# Tables by address, stored for the life of the process: a kernel holds addresses, which keep no memory alive.
 _kept: dict[int, np.ndarray[Any, Any]] = {}
 
 
@@ -280,7 +282,7 @@ def _buckets(halves: list[list[_Result]], container: Container) -> tuple[int, in
         present = sorted(limit >> shift for half in limits for limit in half)
         if not present:
             return shift, 0, 1
-        # Everything below the second bucket of either half shares one bucket.
+        # All magnitudes below the buckets of both halves' second limits share one bucket.
         seconds = [half[1] >> shift for half in limits if len(half) > 1]
         base = max(0, min(seconds, default=present[0]) - 1)
         size = present[-1] - base + 1
@@ -321,14 +323,15 @@ def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
 
 
 def _half(book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool) -> list[_Result]:
-    """Return the results of numbers without a sign bit; if `reflected`, of those with one, with all signs reversed."""
+    """Return the results of numbers without a sign bit or, if `reflected`, with one; then all signs are reversed."""
     numbers, skipped = _numbers(book, overflow)
     steps = [_step(book, i + skipped, rounding) for i in range(len(numbers) - 1)]
     if reflected:
         numbers, steps = numbers[::-1], [(-bound, not inclusive) for bound, inclusive in reversed(steps)]
     limits = [0, *(_least_pattern(bound, inclusive, container) for bound, inclusive in steps)]
     patterns = [_pattern(book, v, reflected, container) for v in numbers]
-    # Among the results that begin at zero or below, the last one is this half's first. The others are the other half's.
+    # Among the results that begin at zero or below, the last is the first of this half. The others belong to the other
+    # half.
     first = bisect_right(limits, 0) - 1
     return [_Result(0, patterns[first]), *map(_Result, limits[first + 1 :], patterns[first + 1 :])]
 
@@ -376,7 +379,7 @@ def _stochastic_half(
 
 
 def _spacing(begin: Fraction, end: Fraction) -> tuple[int, int, int, int]:
-    """Return the words of `make_goes_up`: a length of more than 32 bits is rounded to 32."""
+    """Return the four words that describe a spacing for `make_goes_up`. The length is rounded to 32 bits."""
     q = _floor_log2(end - begin) - 31
     length = round((end - begin) / Fraction(2) ** q)
     # A length that is rounded up to the next power of two has 33 bits.

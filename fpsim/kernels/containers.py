@@ -23,10 +23,10 @@ def integers(width: int) -> tuple[Any, Any]:
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
-# These are intrinsics, because Numba's own operators widen a shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
+# The shifts are intrinsics, because Numba's operators widen a shift to 64 bits: 2.7 ms instead of 0.9 ms for 4M floats.
 def _shift(direction: str) -> Callable[..., Any]:
     def shift(typingctx: Any, value: Any, amount: Any) -> Any:
-        """Shift an unsigned integer; 0 for amounts beyond the width, or below 0, which are read as unsigned."""
+        """Shift an unsigned integer; the result is 0 for amounts from the width on, and for amounts below 0."""
         from llvmlite import ir
         from numba import types
 
@@ -160,7 +160,7 @@ def times_power(u, log2_scale):
     if field > 0:
         rest = np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1)))
         return np.uint64(sign | np.uint64(rest | np.uint64(np.uint64(field) << np.uint64(52))))
-    # A smaller number does not round up, and the shifts below must stay under the width of a word.
+    # A smaller number rounds to zero, and the shifts below must stay under the width of a word.
     if field < -53:
         return sign
     cut = np.uint64(1 - field)  # bits below the smallest subnormal: 1 to 54
@@ -174,7 +174,7 @@ def times_power(u, log2_scale):
 
 @cache
 def widen_loop() -> Loop:
-    """Convert `n` float32 at address `src` to float64 at `dst`."""
+    """Return a loop that converts `n` float32 at address `src` to float64 at `dst`."""
 
     @compiled_loop()
     def loop(src, dst, n):
@@ -188,7 +188,7 @@ def widen_loop() -> Loop:
 
 @cache
 def narrow_loop() -> Loop:
-    """Convert `n` float64 at address `src`, each a number that float32 holds, to float32 at `dst`."""
+    """Return a loop that converts `n` float64 at address `src`, which float32 holds exactly, to float32 at `dst`."""
 
     @compiled_loop()
     def loop(src, dst, n):
@@ -202,7 +202,7 @@ def narrow_loop() -> Loop:
 
 @cache
 def power_loop() -> Loop:
-    """Multiply `n` float64 at address `src` by 2**log2_scale, in place."""
+    """Return a loop that multiplies `n` float64 at address `src` by 2**log2_scale, in place."""
 
     @compiled_loop()
     def loop(src, n, log2_scale):

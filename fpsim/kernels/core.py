@@ -117,7 +117,7 @@ class Plan(NamedTuple):
 
 
 def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
-    """Return whether float32 input must go through float64, as the spacing reaches float32's own subnormals."""
+    """Return whether float32 input has to be rounded in a float64 container."""
     if isinstance(fmt, Codebook):
         return False
     if fmt.specials == "scale":
@@ -129,8 +129,8 @@ def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
     if _is_flat(fmt, BINARY32):
         return False
     # A subnormal of float32 has no leading bit, but round_grid adds one. This does no harm if no word of noise can lift
-    # a subnormal to the next value. That holds if the subnormal is below 2**-32 of a spacing, and all subnormals are if
-    # the spacing is at least 2**-94.
+    # a subnormal to the next value. That holds if the subnormal is below 2**-32 of a spacing, and therefore for all
+    # subnormals if the spacing is at least 2**-94.
     return fmt.min_ulp_exponent < -94
 
 
@@ -198,12 +198,12 @@ def make_plan(
         overflow=container.bits(values[fmt.resolve_overflow(overflow)]),
         smallest=container.bits(fmt.smallest),
         zero_sign=(1 << (width - 1)) if fmt.has_negative_zero else 0,
-        # These are the leading bits of a word, because they are added to the leading bits among the discarded ones.
+        # The mask selects the leading bits of a word, because random bits are added to the leading discarded bits.
         used=0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
         odd=int(fmt.mantissa_bits == 0),
         lowest=container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else 0,
     )
-    # The numbers are wrapped to the signed range: plans travel as int64, even those of 64-bit containers.
+    # The numbers are wrapped to the signed range: plans are passed as int64, even for 64-bit containers.
     return Plan(rule, shape, width, Numbers._make(n - (1 << 64) if n >= 1 << 63 else n for n in numbers))
 
 
@@ -236,12 +236,12 @@ def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[
 
 @cache
 def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
-    """Return a compiled function that reads Numbers from memory or a tuple, beginning at place `first`."""
+    """Return a compiled function that reads Numbers from memory or a tuple, beginning at index `first`."""
     uint, sint, to_top, i = *integers(width), width - 32, first
 
     @njit(inline="always", keeps_types=True)
     def numbers_from(p):
-        # This returns values and no view of the memory, which would be read again after every number that is written.
+        # The function returns values, not a view: a view would be read again after every number that is written.
         return Numbers(
             sint(p[i]), sint(p[i + 1]), uint(p[i + 2]), uint(p[i + 3]), uint(p[i + 4]), uint(p[i + 5]),
             uint(uint(p[i + 6]) << uint(to_top)), uint(p[i + 7]), uint(p[i + 8]),
@@ -261,7 +261,7 @@ def with_ends(numbers, origin, largest, overflow, smallest):
 
 @cache
 def make_at_scale(width: int) -> Callable[..., Any]:
-    """Return a compiled function that moves the numbers of a format to those of its scaled twin.
+    """Return a compiled function that converts the Numbers of a format to the Numbers of the scaled format.
 
     Rounding at scale 2**k means to multiply by 2**k, round, and divide again. This is the same as rounding to a format
     whose values are all 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost
@@ -289,9 +289,9 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def drawn(noise, used):
-        """Return a word with the random bits R, and 1 if a distance exactly at the border stays, else 0.
+        """Return a word with the random bits R, and 1 if a distance exactly at the border does not go up, else 0.
 
-        The bits below R are set so that a carry leaves the sum of the word and a distance exactly if the distance goes
+        The bits below R are set so that the sum of the word and a distance carries if, and only if, the distance goes
         up.
 
         In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. The smallest distance that does so
@@ -320,10 +320,10 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     `rule`, `shape` and `width` are compiled in. The format's numbers stay arguments, so that one compilation serves
     every format of a shape. `noise` holds 32 uniform bits at the top of the word, which only stochastic rules use.
 
-    The steps are: the sign is taken off. `drawn` prepares the random bits. `round_flat`, `round_grid` or, in GAP below
+    The steps are: the sign is split off. `drawn` prepares the random bits. `round_flat`, `round_grid` or, in GAP below
     the smallest number, `round_gap` returns a multiple of the spacing: each adds `addend` before the lower bits are cut
-    off. A magnitude beyond the largest number becomes `overflow`. A NaN is put back. The sign returns, unless a zero
-    has none. SCALE has a function of its own, `round_scale`.
+    off. A magnitude beyond the largest number becomes `overflow`. A NaN is put back. The sign is put back, unless the
+    result is a zero without a sign. SCALE has a separate function, `round_scale`.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = integers(width)
@@ -337,7 +337,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     below_leading = uint(width - container.mantissa_bits)
     gap_shift = sint(32 + 23 - container.mantissa_bits)
     to_24_bits = uint(container.mantissa_bits - 23)
-    # These are constants, because `in` over a tuple is a loop at run time in CUDA.
+    # The flags are constants, because `in` over a tuple is a loop at run time in CUDA.
     is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
     is_stochastic, is_b_or_c = draws_noise(rule), rule > STOCHASTIC
     is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The number of groups side by side on the CPU: a cache line of float32, so that small groups have vectors too.
 LANES = 16
-# The high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both.
+# The high word of the signs' counters. No tensor's rounding noise reaches it, so that one key serves signs and noise.
 SIGNS = 0x5347
 
 # A tensor's memory is seen as (groups, size, inner), and is transformed along the second axis. A line is one group at
@@ -41,7 +41,10 @@ def upper(a, b):
 
 @njit(forceinline=True)
 def is_negated(element, pattern, is_random, key0, key1):
-    """Return 1 if the sign of a group's element is minus, as 16 repeated bits or noise (128 bits a counter) tell."""
+    """Return 1 if the sign of a group's element is minus, else 0.
+
+    The signs are 16 repeated bits, `pattern`, or noise if `is_random`, with 128 bits a counter.
+    """
     if not is_random:
         return (np.uint32(pattern) >> np.uint32(element % 16)) & np.uint32(1)
     counter = np.uint32(element // 128)
@@ -52,7 +55,7 @@ def is_negated(element, pattern, is_random, key0, key1):
 
 
 def _stages(size: int) -> Callable[..., Any]:
-    """Return a function that runs all stages on `size` rows of LANES numbers; `count` is that size."""
+    """Return a function that runs all stages on `size` rows of LANES numbers. count: `size`, as an argument."""
 
     @njit(forceinline=True)
     def nothing(rows, count):
@@ -88,7 +91,7 @@ def floating_of(width: int) -> Any:
 
 @cache
 def cpu_loop(size: int, width: int) -> Loop:
-    """Transform the lines `first` to `last` of the memory at address `src` into that at `dst`, which may be `src`.
+    """Return a loop that transforms the lines `first` to `last` from address `src` to `dst`, which may be `src`.
 
     pattern, is_random: the source of the signs: see `is_negated`.
     key: the address of two uint32 words.
@@ -107,7 +110,7 @@ def cpu_loop(size: int, width: int) -> Loop:
         rows, bases, before, after = new_rows(), new_bases(), new_signs(), new_signs()
         for i in range(size * LANES):
             rows[i] = 0  # lanes without a line are transformed too
-        # This is no constant for LLVM, which would otherwise unroll every stage, and compile for 4 s.
+        # `count` is not a constant for LLVM, which would otherwise unroll every stage, and compile for 4 s.
         count = size if inner > 0 else 0
         for e in range(count):
             sign = -one if is_negated(e, pattern, is_random, k[0], k[1]) else one
@@ -131,7 +134,7 @@ def cpu_loop(size: int, width: int) -> Loop:
                     base = bases[lane]
                     for e in range(count):
                         rows[e * LANES + lane] = x[base + e * inner] * before[e]
-            # The code is in one place for both cases: otherwise LLVM would compile it twice.
+            # Both cases share one call, because LLVM would compile two calls twice.
             stages(rows, count)
             if are_neighbours:
                 for e in range(count):

@@ -36,7 +36,7 @@ FIELDS = len(Moments._fields)
 
 @cache
 def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
-    """Gather the Moments of `n` numbers of `size` bytes from address `src` into the float64 fields at `row`.
+    """Return a loop that gathers the Moments of `n` numbers of `size` bytes at address `src` into float64 at `row`.
 
     amax is inf if a number is not finite; amin is 0 if all numbers are zero. only_amax: the other fields stay as they
     are.
@@ -73,7 +73,8 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
                 ordered = sint(word ^ sint(sint(word >> sign_shift) & sint(magnitude_mask)))
                 lowest, highest = min(lowest, ordered), max(highest, ordered)
                 value = np.float64(values[i])
-                # The processor may have flushed a subnormal: it is counted in units of the smallest subnormal.
+                # The processor may have flushed a subnormal: the value is computed from the pattern, in units of the
+                # smallest subnormal.
                 if size == 4 and magnitude < smallest_normal:
                     value = np.float64(np.int32(magnitude)) * UNIT
                     value = -value if sint(bits[i]) < 0 else value
@@ -98,10 +99,11 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
 
 @cache
 def exponents_loop(size: int, power_begins: bool = False) -> Loop:
-    """Count `n` numbers from address `src` by binade into int64 at `bins`: bin f holds 2**(f-b) < |x| <= 2**(f-b+1).
+    """Return a loop that counts `n` numbers at address `src` by binade, into int64 at `bins`.
 
-    Here f is the exponent field of the next smaller magnitude, and b is the bias. A power of two therefore ends its
-    bin, as at a threshold that is a power of two, where a tie falls.
+    Bin f counts 2**(f-b) < |x| <= 2**(f-b+1), where f is the exponent field of the next smaller magnitude, and b the
+    bias. A power of two therefore ends its bin. This suits a threshold that is a power of two: a tie, exactly at the
+    threshold, counts as below it.
     power_begins: f is the number's own exponent field instead, and a power of two begins its bin.
     Zero, inf and NaN are not counted.
     """
@@ -123,7 +125,7 @@ def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     return loop
 
 
-# The most blocks: eight for each multiprocessor of an H100, which are resident at once.
+# The largest number of blocks: eight for each multiprocessor of an H100, all of which are resident at once.
 MOMENTS_BLOCKS = 1024
 
 # Partial results that blocks leave for the last block to join. The number of blocks depends only on n, and all results
@@ -143,7 +145,7 @@ def partial_words(n: int, size: int) -> tuple[int, int, int]:
 def _make_number(size: int) -> Callable[..., Any]:
     """Return a compiled function that returns the number of a pattern, as float64."""
 
-    # This is not make_value, which converts by integers: a card flushes no subnormals here.
+    # Unlike make_value, this function does not convert by integers, because a card flushes no subnormals here.
     @njit(inline="always")
     def number(word):
         return np.float64(float32_of(np.uint32(word))) if size == 4 else float64_of_bits(np.uint64(word))
@@ -152,7 +154,7 @@ def _make_number(size: int) -> Callable[..., Any]:
 
 
 def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a thread's initial state, and a function that takes a pattern into the state."""
+    """Return two functions: `begin` returns a thread's initial state, and `take` adds a pattern to the state."""
     uint, sint = integers(8 * size)
     magnitude_mask, sign_shift = uint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
     zero, one, number = uint(0), uint(1), _make_number(size)
@@ -200,7 +202,7 @@ def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
 
 
 def _make_join(only_amax: bool) -> Callable[..., None]:
-    """Join the results of a block's threads, by halves, into the place of thread 0."""
+    """Return a function that joins the results of a block's threads, by halves, into the column of thread 0."""
 
     def join(shared, sums, t):
         half = cuda.blockDim.x // 2
@@ -263,7 +265,7 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
             rows[1 + block * integers + t] = shared[t, 0]
         if t < floats:
             sums[block * floats + t] = shared_sums[t, 0]
-        # A block that sees this one's ticket also sees its results.
+        # A block that sees this block's ticket also sees this block's results.
         cuda.threadfence()
         cuda.syncthreads()
         if t == 0:
@@ -328,8 +330,8 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
     x: `n` patterns.
     is_aligned: whether they begin at a multiple of 16 bytes.
 
-    A block counts in shared memory, and adds its counts to `bins` at its end: this is one atomic addition in memory for
-    each binade, and not for each element.
+    A block counts in shared memory, and adds its counts to `bins` at its end. It needs one atomic addition in memory
+    for each binade, and not for each element.
     """
     from numba import int64, uint32
 
@@ -373,7 +375,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
 
 @cache
 def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
-    """Return the kernel with its launch, in as many blocks as `partial_words` says."""
+    """Return the kernel with its launch; `partial_words` returns the number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card

@@ -87,7 +87,9 @@ def make_lie_beside(width: int) -> Callable[..., Any]:
 def _cpu_body(
     rule: int, shape: int, width: int, in_place: bool, limited: bool, masks: Masks = NO_MASKS
 ) -> Callable[..., Any]:
-    """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
+    """Return a compiled function that rounds the patterns of array `x` into array `y`.
+
+    in_place: whether the two are one array; otherwise they share no memory.
 
     limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is returned.
     masks: the patterns that stay as they are.
@@ -108,7 +110,7 @@ def _cpu_body(
                 block += 1
                 ys = y[start : start + NOISE_BLOCK]
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
-                # This is tested for a whole block of noise: numbers in the gap are rare, and without any the loop needs
+                # A whole block of noise is tested for numbers in the gap, which are rare: without any, the loop needs
                 # no 64-bit products.
                 beside = can_skip and lie_beside(xs, numbers.smallest)
                 for i in range(len(ys)):
@@ -137,7 +139,7 @@ def _cpu_body(
 
 @cache
 def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop:
-    """Round `n` patterns from address `src` to address `dst` (which may be `src`).
+    """Return a loop that rounds `n` patterns from address `src` to address `dst` (which may be `src`).
 
     `parameters` is the address of a Plan's numbers, and `key` the address of two uint32 words. The noise starts at
     block `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of
@@ -153,7 +155,8 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         y = carray(pointer(dst), (n,), uint)
-        # There are two bodies, because LLVM vectorises one array, and two arrays that it finds disjoint at run time.
+        # There are two bodies, because LLVM vectorises a loop over one array, or over two arrays that it finds disjoint
+        # at run time.
         if src == dst:
             in_place(y, y, n, p, k, block, scale, uint(0))
         else:
@@ -164,9 +167,10 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 
 @cache
 def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
-    """Round in place the patterns whose magnitude is at most `ceiling`, among `n` at address `src`, in one pass.
+    """Return a loop that rounds, in place, those of `n` patterns at address `src` whose magnitude is at most `ceiling`.
 
-    Returns the largest magnitude of all patterns, or inf if one is not finite. Everything else is as in `cpu_loop`.
+    The loop returns the largest magnitude of all patterns, from the same pass, or inf if a pattern is not finite.
+    Everything else is as in `cpu_loop`.
     """
     body = _cpu_body(rule, shape, width, True, True)
     uint, _ = integers(width)
@@ -192,7 +196,7 @@ ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
     """Return the body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
 
-    x, y: where `n` patterns are read, and where they are written: one memory, or two that share nothing.
+    x, y: the `n` patterns, and their rounded values: the same memory, or memory that does not overlap.
     log2_scale, key: an int64 each, which are read if `flags` has HAS_SCALE or HAS_KEY. Otherwise the scale is 0, and
         the key is `word`.
     flags: also has ALIGNED if x and y both begin at multiples of 16 bytes.
@@ -200,8 +204,8 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     masks: the patterns that stay as they are.
 
     A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. In
-    stochastic rounding, a thread rounds the eight patterns whose noise comes from one counter. They are 16 apart, so
-    that a warp reads whole sectors.
+    stochastic rounding, a thread rounds the eight patterns whose noise comes from one counter. These patterns are 16
+    apart, so that a warp reads whole sectors.
     """
     from fpsim.compiling.card import vector_access
 

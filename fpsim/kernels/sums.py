@@ -35,8 +35,8 @@ from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 
 EXACT = -1  # in place of a rule: no rounding
 
-# Kinds of noise. The second word of a counter holds the kind above the number of the rounding, four roundings a
-# counter.
+# Kinds of noise. The second word of a counter has the kind in its two highest bits, and below it a quarter of the
+# rounding's number, because a counter serves four roundings.
 SUM_NOISE, PRODUCT_NOISE, OUTER_NOISE, BIAS_NOISE = range(4)
 
 _u64 = np.uint64
@@ -60,7 +60,10 @@ def narrow(x):
 
 
 def _inlined(rule: int) -> dict[str, Any]:
-    """Choose who inlines: LLVM compiles in half the time, but vectorises a stochastic step only if Numba inlined it."""
+    """Return options by which LLVM inlines a step or, for a stochastic rule, Numba.
+
+    If LLVM inlines, compiling takes half the time; but LLVM vectorises a stochastic step only if Numba inlined it.
+    """
     return {"inline": "always"} if draws_noise(rule) else {"forceinline": True}
 
 
@@ -156,7 +159,10 @@ def floor_off(x, top, bits):
 
 @njit(forceinline=True)
 def met_sum(products, top, x, bits, sum_bits, least):
-    """Add products, aligned at `top`, to an accumulator x; both and their sum are cut off toward minus infinity."""
+    """Add a sum of products, aligned at `top`, to an accumulator `x`.
+
+    The two numbers, and then their sum, are cut off toward minus infinity.
+    """
     own = max(exponent_field(x), least)
     both = max(top, own)
     total = floor_off(products, both, np.int64(sum_bits + np.int64(1))) + floor_off(x, both, bits)
@@ -165,7 +171,9 @@ def met_sum(products, top, x, bits, sum_bits, least):
 
 @njit(forceinline=True)
 def with_overflow(rounded, total, limit, overflow):
-    """Return `rounded`, or `overflow` if the magnitude of `total` is at least `limit`; the last three are patterns.
+    """Return `rounded`, or `overflow` with the sign of `total` if the magnitude of `total` is at least `limit`.
+
+    limit, overflow: patterns of float64.
 
     With rounding toward zero, IEEE 754 returns the largest number there; an accumulator that cuts off bits of its
     significand overflows.

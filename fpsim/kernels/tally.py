@@ -40,7 +40,7 @@ from fpsim.kernels.statistics import (
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-# A processor may flush products up to this number to zero, so that all targets do.
+# A processor may flush products up to this number to zero. All targets count such products as zero, to agree.
 LEAST_PRODUCT = math.ldexp(1.0, -1022)
 
 CARD_SUMS = 4  # signal, noise, dead_zone and along: the TALLY_SUMS that threads add up
@@ -70,10 +70,10 @@ def _make_wide(size: int) -> Callable[..., Any]:
 
 @cache
 def tally_loop(size: int) -> Loop:
-    """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
+    """Return a loop that compares `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`).
 
-    Adds to int64 counts, float64 sums and an int64 histogram. Their fields are TALLY_COUNTS, TALLY_SUMS and
-    EXPONENT_FIELDS of `statistics`.
+    In one pass, the loop adds to int64 counts, float64 sums and an int64 histogram. Their fields are TALLY_COUNTS,
+    TALLY_SUMS and EXPONENT_FIELDS of `statistics`.
     """
     (uint, _), wide, zero = integers(8 * size), _make_wide(size), np.uint64(0)
 
@@ -127,9 +127,9 @@ def tally_loop(size: int) -> Loop:
 
 @uses_cuda
 def tally_kernel(size: int) -> Callable[..., None]:
-    """Return the body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
+    """Return the body of the CUDA kernel that does what `tally_loop` does, as a Python function for all targets.
 
-    smallest_normal, saturated_from, largest: float64's patterns.
+    smallest_normal, saturated_from, largest: patterns of float64.
     counts, exponents: int64 arrays that are added to.
     amax: the pattern of a float64 in an int64 array.
     sums: float64, the signal, noise, dead_zone and along of each block of threads, which the caller adds up.
@@ -141,7 +141,8 @@ def tally_kernel(size: int) -> Callable[..., None]:
     def kernel(x, r, n, smallest_normal, saturated_from, largest, counts, exponents, amax, sums):
         parts = cuda.shared.array((CARD_SUMS, CUDA_THREADS), float64)
         found = cuda.shared.array(ELEMENT_COUNTS, int64)
-        # This counts in shared memory: one atomic addition to memory for each bin of a block, not for each element.
+        # Exponents are counted in shared memory: a block needs one atomic addition to memory for each bin, not for each
+        # element.
         bins = cuda.shared.array(EXPONENT_FIELDS, uint32)
         t, block, threads = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x
         for field in range(t, EXPONENT_FIELDS, threads):
@@ -196,7 +197,8 @@ def tally_kernel(size: int) -> Callable[..., None]:
                 cuda.atomic.add(exponents, field, int64(bins[field]))
         for field in range(t, ELEMENT_COUNTS, threads):
             cuda.atomic.add(counts, field, found[field])
-        # The sums are not added atomically, in whatever order blocks finish: they have the same last bit every time.
+        # The sums are not added atomically, because their last bits would then depend on the order in which blocks
+        # finish.
         for field in range(t, CARD_SUMS, threads):
             sums[CARD_SUMS * block + field] = parts[field, 0]
 
@@ -234,10 +236,10 @@ def _make_lost(size: int) -> Callable[..., Any]:
 
 @cache
 def lost_loop(size: int) -> Loop:
-    """Count the losses of `n` numbers of `size` bytes at `src` when they became those at `dst`.
+    """Return a loop that counts the losses of a rounding of `n` numbers of `size` bytes: `src` before, `dst` after.
 
-    Adds to the int64 LOST_COUNTS at `counts`: numbers that were zero before; other numbers that became zero; and finite
-    numbers that did not stay finite, or whose magnitude is above `limit`.
+    The loop adds to the int64 LOST_COUNTS at `counts`: numbers that were zero before; other numbers that became zero;
+    and finite numbers that did not stay finite, or whose magnitude is above `limit`.
     """
     (uint, _), limit_of, lost = integers(8 * size), make_limit(8 * size), _make_lost(size)
 
@@ -262,9 +264,9 @@ def lost_loop(size: int) -> Loop:
 
 @uses_cuda
 def lost_kernel(size: int) -> Callable[..., None]:
-    """Return the body of the CUDA kernel that does the same, as a Python function.
+    """Return the body of the CUDA kernel that does what `lost_loop` does, as a Python function.
 
-    largest: a float64's pattern.
+    largest: the pattern of a float64.
     log2_scale: an int64 in memory; the limit is `largest * 2**-log2_scale`.
     counts: an int64 array that is added to.
     """

@@ -1,7 +1,7 @@
 """Emulated modules under torch.compile: each is one call of the program, recorded when the program is made.
 
-The mode reads the calling code and marks tensors, which Dynamo cannot follow. For this reason the emulation runs on
-stand-ins, and its operations are recorded, forward and backward.
+The mode of the emulation reads the calling code and marks tensors, which Dynamo cannot follow. For this reason the
+emulation runs on stand-ins, and its operations are recorded, forward and backward.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def note_copy(forward: Any) -> None:
 
 
 def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace the forward of an `EmulatedForward` where torch.compile traces it."""
+    """Run an `EmulatedForward` where torch.compile traces it."""
     if forward.policy is None:
         return forward.run(forward.module, args, kwargs)
     listeners, is_inside = forward.listeners, _prepare_for_dynamo()
@@ -100,12 +100,13 @@ def _parameters_of(arguments: Any, given: list[bool]) -> list[Tensor]:
 def _recorded_forward(
     token: str, tensors: dict[str, Tensor], flags: list[bool], given: list[bool], args: Any, kwargs: Any
 ) -> Any:
-    """Run the forward of `token` with these tensors in place of parameters and buffers. flags: conditions.
+    """Run the forward of `token` with these tensors in place of parameters and buffers.
 
+    flags: the training flags of modules, which are conditions of the program.
     given: for each tensor among the arguments, whether it is a parameter of a module around this one.
     """
     forward = _forwards[token]
-    # True if Dynamo reads this very function, line by line: it has then given up recording the call as one operation.
+    # True if Dynamo traces this function line by line: Dynamo has then given up recording the call as one operation.
     is_given_up = torch.compiler.is_dynamo_compiling()
     if is_given_up or not any(map(is_recorded, (*tensors.values(), *tensors_of((args, kwargs))))):
         return _run_apart(forward, args, kwargs)
@@ -219,7 +220,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a forward may have set, which are neither torch's nor ours."""
+    """Return the attributes that a forward may have set, which are neither torch's nor fpsim's."""
     return {key: x for key, x in attributes.items() if key not in _OF_MODULES and not key.startswith("_fpsim")}
 
 
@@ -228,7 +229,7 @@ def _copied(value: Any) -> Any:
 
 
 def _give_attributes(stand_in: Tensor, attributes: dict[str, Any]) -> None:
-    """Copy a parameter's attributes to a stand-in, for forwards that read them, such as muP's; not our marks."""
+    """Copy a parameter's attributes, except fpsim's marks, to a stand-in, for forwards that read them, as with muP."""
     own = vars(stand_in)
     own.update({k: v for k, v in attributes.items() if k not in own and k != MARK and not k.startswith("_dynamo")})
 
@@ -238,9 +239,9 @@ _run_apart: Any = None  # set once torch.compile has come to an emulated module
 
 @constant_under_compile
 def _prepare_for_dynamo() -> bool:
-    """Prepare the functions that torch.compile calls as they are. Returns whether the emulation is active already."""
+    """Prepare the functions that torch.compile calls without tracing them. Returns whether an emulation is active."""
     global _run_apart
-    # This happens now, because Dynamo cannot follow how a forward prepares itself.
+    # Copies are prepared now, because Dynamo cannot trace how a forward prepares itself.
     for forward in list(_copies):
         forward.prepare()
     if _run_apart is None:
@@ -259,7 +260,7 @@ _hooked_apart: Any = None
 
 
 def call_with_hooks_apart(slot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace a call of a module with forward hooks of its own, where torch.compile traces it."""
+    """Call a module that has forward hooks, where torch.compile traces it, outside of the program."""
     _prepare_for_hooks()
     return _hooked_apart(slot, args, kwargs)
 
@@ -275,15 +276,15 @@ def _prepare_for_hooks() -> None:
         )
 
 
-# Objects that a compiled program returns: they are flattened to types that a program can return, and rebuilt by it
+# Objects that a compiled program returns: they are flattened to types that a program can return, and then rebuilt
 
 
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device)  # constants of a program
-# The types that objects have or keep. A program returns a type as a string, which is its key here.
+# The types of objects, and types that objects hold, by key. A program returns a type as this key, a string.
 _types: dict[str, type] = {}
 
-# If a type has its own version of one of these, the attributes do not describe the whole object.
+# If a type overrides one of these methods, the attributes do not describe the whole object.
 _MAKING = ("__new__", "__setattr__")
 
 
@@ -291,7 +292,7 @@ _MAKING = ("__new__", "__setattr__")
 class _Object:
     """An object in a form that a program can return; unflattening makes the object again.
 
-    of: the type of the object, by its place in `_types`.
+    of: the type of the object, by its key in `_types`.
     names, values: its attributes, with their values flattened.
     """
 
@@ -310,7 +311,7 @@ class _Type:
     place: str
 
 
-# The compiler reads these three line by line.
+# The compiler traces the next three functions line by line.
 
 
 def _make_object(values: Any, context: Any) -> Any:
@@ -336,7 +337,7 @@ register_container(_Type, lambda x: ([], x.place), _make_type)
 
 
 def open_objects(out: Any) -> tuple[Any, str | None]:
-    """Return `out` with every object of plain Python opened, and the name of the first type that cannot be opened."""
+    """Return `out` with objects of plain Python as `_Object`s, and the name of the first type that cannot be one."""
     unknown: list[str] = []
 
     def opened(leaf: Any, outer: tuple[int, ...] = ()) -> Any:

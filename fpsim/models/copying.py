@@ -1,7 +1,7 @@
 """Carry over the attributes and hooks of parameters, which `copy.deepcopy` of a model loses.
 
 torch's `Parameter.__deepcopy__` copies only numbers and `requires_grad`. Other libraries need more: `_no_weight_decay`
-of Mamba and `infshape` of muP, by which optimizers and initialisations know a parameter, are attributes, and the mask
+of Mamba and `infshape` of muP, by which optimizers and initialisations recognise a parameter, are attributes; the mask
 that a sparse training keeps is a hook.
 """
 
@@ -28,9 +28,9 @@ Memo = dict[int, Any]  # copy.deepcopy's memo: the copies, by the ids of the ori
 def carry_over(model: nn.Module, memo: Memo) -> list[str]:
     """Give the copies of a model's parameters and buffers the attributes and hooks of the originals.
 
-    Hooks are copied as `copy.deepcopy` copies the hooks of modules: functions stay, and methods of a module become
-    those of its copy. A function that closes over a module or a parameter of the model, or has it as a default, is
-    copied too.
+    Hooks are copied as `copy.deepcopy` copies the hooks of modules: functions are shared, and methods of a module
+    become methods of its copy. A function that closes over a module or a parameter of the model, or that has it as a
+    default, is copied too.
 
     Returns the names of the parameters and buffers with a hook that would still see the original: through an optimizer,
     a global name, or a list in a closure.
@@ -40,7 +40,7 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
     left_behind = []
     for name, x in tensors:
         duplicate = memo.get(id(x))
-        # A module that copies itself in another way has no copy here.
+        # If a module copies itself in another way, `memo` lacks the copies of its tensors.
         if duplicate is None or duplicate is x:
             continue
         for attribute, value in vars(x).items():
@@ -62,7 +62,7 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Return whether a hook is this package's own, such as one of `fpsim.watch`, which watches only the original."""
+    """Return whether a hook belongs to this package: hooks of `fpsim.watch`, for one, watch only the original."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -96,7 +96,7 @@ def _copied(hook: Any, own: set[int], memo: Memo) -> Any:
 
 
 def _cell(cell: CellType, moved: Callable[[Any], Any]) -> CellType:
-    """Return the same cell, to which others may write, unless it holds a part of the model."""
+    """Return the same cell, because others may write to it; or a new one if the cell holds a part of the model."""
     content = moved(cell.cell_contents)
     return cell if content is cell.cell_contents else CellType(content)
 

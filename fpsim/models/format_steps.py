@@ -42,7 +42,7 @@ from fpsim.undoing import Undo
 __all__ = ["EmulatedStep", "emulated_step_of", "has_format_step", "require_format_step", "run_format_step"]
 
 
-Wanted = Callable[[], Tensor]  # returns the update of a step, as a tensor of its own
+Wanted = Callable[[], Tensor]  # returns the update of a step, as a separate tensor
 
 
 class Arithmetic:
@@ -68,8 +68,8 @@ class Arithmetic:
 
 
 def has_format_step(optimizer: Optimizer) -> bool:
-    """Return whether the step of this optimizer is among those here."""
-    # By the exact class: a subclass may have a step of its own.
+    """Return whether this module writes out the step of this optimizer."""
+    # The class has to be exact, because a subclass may have another step.
     return type(optimizer) in _STEPS
 
 
@@ -173,10 +173,10 @@ def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any
 
 
 def _apply(a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tensor], Tensor], update: Wanted) -> Wanted:
-    """Add an update to the weight, and keep the rounding error where there is a compensation.
+    """Add an update to the weight, and store the rounding error if there is a compensation.
 
     add: adds the update to a tensor, in one operation.
-    update: returns the update as a tensor of its own.
+    update: returns the update as a separate tensor.
     """
     keep = a.keep
     # This is Kahan's sum, as in torch-optimi, and in AnyPrecisionAdamW of torchdistx.
@@ -215,7 +215,7 @@ class EmulatedStep:
         self._gradients: dict[Tensor, tuple[Tensor, Tensor, int]] = {}
 
     def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> None:
-        """Enter the emulation until `end` is called; in between, the gradients are rounded ones."""
+        """Enter the emulation, until `end` is called. In between, parameters have rounded gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         for p in parameters:
             if p.grad.is_sparse:
@@ -247,7 +247,10 @@ class EmulatedStep:
         push_mode(numbers)
 
     def end(self, has_raised: bool = False) -> dict[Tensor, Tensor]:
-        """Leave; may be called again. Returns the updates that steps of the observed parameters would have added."""
+        """Leave the emulation, and return the updates of the observed parameters without the last rounding.
+
+        The method may be called again.
+        """
         self._undo()
         # Gradients are put back, except for those that the step itself has written to, replaced or dropped.
         for p, (gradient, given, writes) in self._gradients.items():
@@ -258,8 +261,8 @@ class EmulatedStep:
 
     def _know_state(self, name: str, x: Tensor) -> None:
         """Mark a state as float32 or as rounded to the format, unless an earlier step has marked it."""
-        # A checkpoint does not say whether a state was float32: a number without axes, such as "step", is taken as
-        # float32, as it is in torch's optimizers.
+        # A checkpoint does not say whether a state was float32: a number without axes, such as "step", counts as
+        # float32, as in torch's optimizers.
         if not is_made_here(x) and (name == "step" or not x.dim()):
             active.emulation.mark_wide(x)
         elif not is_marked_wide(x) and format_of(x) != self._spec.text:
@@ -284,9 +287,9 @@ _ROUNDED_ON_CARD = frozenset("pow ipow".split())
 
 
 class _NumbersInFormat(TorchFunctionMode):
-    """Round the Python numbers among the arguments of a function to the format, if it takes tensors of the format.
+    """Round the Python numbers among the arguments of a function that takes tensors of the format to this format.
 
-    as_torch: whether to do so only where torch's bfloat16 kernels on the tensors' device do.
+    as_torch: whether to round only where torch's bfloat16 kernels on the tensors' device round.
     """
 
     def __init__(self, fmt: Element, as_torch: bool) -> None:
@@ -313,9 +316,10 @@ def _leave(numbers: _NumbersInFormat) -> None:
 
 
 def emulated_step_of(optimizer: Optimizer, stores: Sequence[ParameterStore]) -> EmulatedStep | None:
-    """Return the emulation of an optimizer's own code; None if not asked for, or if its step is written out here.
+    """Return the emulation of an optimizer's own code.
 
-    Raises ValueError for an update that neither can compute.
+    The result is None if no update is computed in a format, or if this module writes out the optimizer's step. Raises
+    ValueError for an update that can be computed in neither way.
     """
     asked = [store.update for store in stores if store.update.is_in_format]
     for update in asked:

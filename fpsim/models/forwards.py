@@ -80,11 +80,11 @@ class EmulatedForward:
         self.prepare()
 
     def prepare(self) -> None:
-        """Compute all attributes that follow from the module, its policy and its listeners."""
+        """Compute all attributes that depend on the module, its policy and its listeners."""
         forward = self.true_forward(self.module)
         functools.update_wrapper(self, forward, updated=())  # bound: its signature has no self
         del self.__dict__["__wrapped__"]
-        # torch.export asks in which file and line a forward is written.
+        # torch.export looks up in which file and line a forward is written.
         self.__code__ = getattr(forward, "__code__", None)
         try:
             self._signature: inspect.Signature | None = inspect.signature(forward)
@@ -92,14 +92,14 @@ class EmulatedForward:
             self._signature = None
         self.cache_use = cache_use(self.module, self._signature)
         plain = vars(type(self.module)).get("forward") if self.inner is None else None
-        # This is the method of the class, which is bound at each call without a search through the classes.
+        # `_method` is the method of the class, which is bound at each call without a search through the classes.
         self._method = plain if type(plain) is FunctionType else None
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         watch_module_hooks()
         _note_classes(self.module)
         surround(self.module)
-        # It is registered again for each policy: a program of torch.compile belongs to one forward and its policy.
+        # The forward is registered again for each policy: a program of torch.compile belongs to one forward and policy.
         self.token = register(self)
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
@@ -108,7 +108,7 @@ class EmulatedForward:
         self.prepare()
 
     def true_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward that this one replaces: a (static) method, or a function that a library put there."""
+        """Return the forward that this object replaces: a (static) method, or a function that a library installed."""
         if self.inner is not None:
             return self.inner  # type: ignore[no-any-return]
         of_class: Any = None
@@ -141,13 +141,13 @@ class EmulatedForward:
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__ or "_scopes" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # This must not happen before: while a copy or a load is under way, the module may lack its attributes.
+        # `prepare` must not run earlier: while a copy or a load is under way, the module may lack its attributes.
         self.prepare()
         return getattr(self, name)
 
     @property
     def scope(self) -> Scope:
-        """The present scope and its formats: an attached scaling may round gradients of few bits stochastically."""
+        """The current scope. With an attached scaling, its formats may round gradients of few bits stochastically."""
         is_stochastic = self.listeners.rounds_few_bits_stochastically
         if is_stochastic not in self._scopes:
             policy = (self.policy or Policy()).with_stochastic_gradients(FEW_BITS)
@@ -183,7 +183,7 @@ class EmulatedForward:
     @property
     def __signature__(self) -> inspect.Signature | None:
         """Signature of the forward, for inspect.signature."""
-        # This is a property and no attribute of the instance, which functools.wraps would copy to a wrapper.
+        # This is a property, because functools.wraps would copy an attribute of the instance to a wrapper.
         return self._signature  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ class EmulatedForward:
             return self.run(first, args[1:], kwargs)  # bound once more
         if not torch.compiler.is_compiling():
             called = called_module()
-            # This is a shallow copy of the module, as DataParallel makes it, with parameters of its own.
+            # `called` is a shallow copy of the module, as DataParallel makes it, with other parameters.
             if called is not None and called is not module and vars(called).get(KEY) is self:
                 module = called
         return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
@@ -216,7 +216,7 @@ class EmulatedForward:
         method = self._method
         if call is not None:
             forward = call
-        # This is asked at each call: somebody may have replaced the method of the class.
+        # The class is examined at each call, because its method may have been replaced.
         elif type(module).__dict__.get("forward") is method and method is not None:
             forward = MethodType(method, module)
         else:
@@ -277,7 +277,7 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
     """Warn, once for a class, if a method of a model calls one of its modules outside of any forward."""
     # Methods do not run under the model's scope, as its forward does. They also train, draw weights, average weights
     # and count hits, which a format would spoil. They could not be intercepted either: shallow copies of the model,
-    # such as DataParallel's, share its attributes, and have parameters of their own. Therefore a module that is called
+    # such as DataParallel's, share its attributes, but have other parameters. Therefore a module that is called
     # alone looks at its callers.
     listeners = forward.listeners
     if listeners in _warned_of_methods or torch.compiler.is_compiling():
@@ -288,12 +288,12 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
             return
         code = frame.f_code
         is_of_module = _is_of_module.get((frame.f_globals.get("__name__", ""), code.co_qualname.rpartition(".")[0]))
-        # This is a mixin that is not a module, such as transformers' GenerationMixin: its code runs around a model's
-        # forward, and does not belong to the model.
+        # The method is one of a mixin that is not a module, such as transformers' GenerationMixin: its code runs around
+        # a model's forward, and does not belong to the model.
         if is_of_module is False:
             return
-        # Other frames are not asked for `f_locals`: before Python 3.13, this keeps a frame's tensors alive until its
-        # end.
+        # `f_locals` of other frames is not read: before Python 3.13, reading it keeps a frame's tensors alive until the
+        # frame ends.
         caller = frame.f_locals.get("self") if is_of_module else None
         around = None
         if isinstance(caller, nn.Module) and caller is not module and "forward" in vars(caller):  # else it is replaced
@@ -316,7 +316,7 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
 
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a whole model; inputs and gradients that only moved through it are brought into the format."""
+    """Run the forward of a whole model, and round inputs and gradients that only moved through it to the format."""
     out = forward(*args, **kwargs)
     # Reading the attributes of a tensor would make calls of the mode.
     with without_torch_function():
@@ -359,8 +359,8 @@ def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
     if type(out) is dict:
         values = {key: _in_format(emulation, x, given) for key, x in out.items()}
         return values if any(out[key] is not x for key, x in values.items()) else out
-    # Any other container may be known by its identity, as a cache of keys is: it is rebuilt only if a tensor in it
-    # changes.
+    # Any other container may be recognised by its identity, as a cache of keys is: the container is rebuilt only if a
+    # tensor in it changes.
     made = (x for x in tensors_of(out) if is_made_here(x) and sends_sums_by_moving(x))
     shown = {id(x): y for x in made if (y := emulation.returned(x)) is not x}
     return map_leaves(lambda x: shown.get(id(x), x), out) if shown else out
@@ -417,7 +417,7 @@ _DRIVERS: dict[type, Callable[..., Any]] = {
 
 
 class UnboundForward:
-    """The `__func__` of an EmulatedForward: takes the module before its inputs, and may be bound to a copy of it."""
+    """The `__func__` of an EmulatedForward: a function of the module and its inputs, also for copies of the module."""
 
     def __init__(self, forward: EmulatedForward) -> None:
         functools.update_wrapper(self, forward, updated=())
@@ -443,7 +443,7 @@ class UnboundForward:
 
 
 def surround(module: nn.Module) -> None:
-    """Run an emulated module's forward hooks under its scope too, if it has hooks of the model."""
+    """Run an emulated module's forward hooks under its scope too, if any of the hooks belongs to the model."""
     if vars(module).get(CALL_SLOT) is None and any(map(is_of_a_model, forward_hooks_of(module))):
         vars(module)[CALL_SLOT] = HookedCall(module)
 
@@ -471,11 +471,12 @@ class HookedCall:
         return self.run(module_called() or self.module(), args, kwargs)
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `module`: the module that this stands in for, or a shallow copy of it."""
+        """Call `module`, which is the module that this object belongs to, or a shallow copy of it."""
         call, forward, hooks = call_inside(module), vars(module).get(KEY), forward_hooks_of(module)
         if not hooks and vars(module).get(CALL_SLOT) is self:
             del vars(module)[CALL_SLOT]
-        # Hooks of torch's sharding are left alone, because they put the parameters in their places first.
+        # A module with hooks of torch's sharding is called as it is, because these hooks first put the parameters in
+        # place.
         is_left = not any(map(is_of_a_model, hooks)) or any(map(_is_of_sharding, hooks))
         if active.emulation is not None or forward is None or forward.policy is None or is_left:
             return call(*args, **kwargs)
@@ -542,10 +543,9 @@ def _prepared_inside(module: nn.Module, around: Weights) -> tuple[Weights, torch
 
 
 def _prepared(module: nn.Module, around: Weights) -> Weights:
-    """Adopt the weights that are computed for this one module, and know its buffers, before each of its calls.
+    """Adopt the computed weights of one module, and mark its buffers as state, before each call of the module.
 
-    Returns the tensors that stand in for parameters, which torch.func.functional_call puts there, including the tensors
-    in `around`.
+    Returns the tensors by which torch.func.functional_call replaces parameters, including the tensors in `around`.
     """
     parameters, buffers, children, hooks = held_by(module)
     if hooks or "parametrizations" in children:

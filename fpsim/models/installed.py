@@ -62,7 +62,7 @@ def emulated_forward(module: nn.Module) -> EmulatedForward | None:
 
 
 def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
-    """Yield the quantised modules inside `model`, and their emulations. Raises TypeError unless it is a module."""
+    """Yield the quantised modules inside `model`, and their emulations. Raises TypeError if `model` is not a module."""
     require_module(model)
     for module in model.modules():
         emulated = emulated_forward(module)
@@ -84,7 +84,7 @@ class _EmulatedRepr:
 
 
 class _NoScript:
-    """An attribute that torch.jit.script asks a module for, and calls."""
+    """An attribute that torch.jit.script looks up in a module, and calls."""
 
     def __call__(self) -> Any:
         raise NotImplementedError(
@@ -93,7 +93,7 @@ class _NoScript:
         )
 
 
-# Whether a forward of ours is reached behind the wrappers of other libraries
+# Whether an emulated forward is reached behind the wrappers of other libraries
 
 
 def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | None:

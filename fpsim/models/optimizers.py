@@ -37,7 +37,7 @@ class UpdateObserver(Protocol):
         """Return whether a step is observed. step: the number of steps that were stored before this step."""
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
-        """Take the step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
+        """Receive the step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
 
 
 # The stores by optimizer. An optimizer's hooks hold its store, so that both live equally long.
@@ -100,7 +100,7 @@ def quantize_optimizer(
 def _innermost(optimizer: Any) -> Optimizer:
     """Return the optimizer inside accelerate's wrapper, or inside a `QuantizedOptimizer`."""
     require_optimizer(optimizer)
-    # Hooks on steps have to be those of the innermost optimizer: accelerate's wrapper passes no hooks on.
+    # Hooks on steps have to be registered on the innermost optimizer, because accelerate's wrapper passes no hooks on.
     while not isinstance(optimizer, Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
@@ -140,7 +140,7 @@ def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
 class QuantizedOptimizer(Optimizer):
     """The optimizer that `quantize_optimizer` returns, with its own methods and the stored tensors.
 
-    It goes where an optimizer goes: a scheduler, a GradScaler, the name `optimizer` of a script.
+    It can be used wherever an optimizer can: by a scheduler, by a GradScaler, or under the same name in a script.
 
     Args:
         optimizer: the optimizer that was quantised, which this object keeps alive.
@@ -209,7 +209,7 @@ class QuantizedOptimizer(Optimizer):
         self.store.detach()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Step as the optimizer does, and store what its update says."""
+        """Step as the optimizer does, and store weights and states as its update says."""
         return self.optimizer.step(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -221,11 +221,11 @@ class QuantizedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, which may be that of a plain optimizer."""
+        """Load a state, which may be the state of a plain optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the update of the last one."""
+        """Add a group, with the update of the last group."""
         self.optimizer.add_param_group(param_group)
 
 
@@ -286,7 +286,7 @@ class OptimizerStore:
     # The parameters
 
     def _new_stores(self, optimizer: Optimizer) -> list[ParameterStore]:
-        """Return stores for parameters that have none yet: at first all of them, later those of groups added since."""
+        """Return stores for the parameters without one: at first all parameters, later those of groups added since."""
         parameters = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
         names = [self._name_of(optimizer, i, p) for i, p in parameters]
         updates = {}
@@ -304,7 +304,7 @@ class OptimizerStore:
             return self._names[parameter]
         entry = optimizer.param_groups[group]
         place = next(i for i, p in enumerate(entry["params"]) if p is parameter)
-        # This is the name if the optimizer was given named parameters.
+        # `param_names` exists if the optimizer was given named parameters.
         given = entry.get("param_names")
         return str(given[place]) if given else f"{group}.{place}"
 
@@ -328,7 +328,7 @@ class OptimizerStore:
             self._take(self._new_stores(optimizer), optimizer)
         self._evaluations = 0
         self._stepping = set()
-        # This is noted before the step, because some optimizers drop gradients that they have read.
+        # Gradients are noted before the step, because some optimizers drop gradients that they have read.
         self._note_gradients()
         for store in self.stores:
             store.decode()
@@ -415,7 +415,7 @@ class OptimizerStore:
         return store.parameter in self._stepping or store.parameter.grad is not None or store.was_changed
 
     def _tell(self, optimizer: Optimizer) -> None:
-        """Tell the observers about this step of its parameters."""
+        """Tell the observers about this step of each observed parameter."""
         due = [observer for observer in self.observers if observer.is_due(self.steps)] if self._intended else []
         for group in optimizer.param_groups if due else ():
             for p in group["params"]:
@@ -467,7 +467,7 @@ class OptimizerStore:
             p.grad = None
 
     def _seeing_weights(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the closure of a step so that it sees weights as they are stored, not as the optimizer has them."""
+        """Return a function that runs a step's closure with the weights as stored, not as the optimizer has them."""
 
         def evaluated(*args: Any, **kwargs: Any) -> Any:
             stores = self.stores
@@ -514,8 +514,7 @@ class OptimizerStore:
 
     def _check(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Raise ValueError for a state of another update, before anything is loaded."""
-        # Everything is checked here, and taken over in `_load`, which torch calls only if its own loading has not
-        # raised.
+        # Everything is checked here, and applied in `_load`, which torch calls only if its own loading has not raised.
         stores = self._in_order(optimizer)
         run = check_state(state, stores)
         copies = loaded_copies(state, stores, run)

@@ -31,7 +31,7 @@ __all__ = [
     "without_ours",
 ]
 
-# Tensors that are kept in addition to the weight, by their names in a state_dict.
+# Tensors that are stored in addition to the weight, by their names in a state_dict.
 MASTER, SECOND, COMPENSATION = "fpsim_master", "fpsim_second", "fpsim_compensation"
 COPIES = (MASTER, SECOND, COMPENSATION)
 
@@ -43,7 +43,7 @@ class ParameterStore:
     name: its name in the model or the optimizer.
     index: its index in the optimizer. With the seed and the step, this is the key of the random bits.
     update: the formats, without overrides.
-    kept: tensors that are kept in addition to the weight, by their names in COPIES.
+    kept: tensors that are stored in addition to the weight, by their names in COPIES.
     """
 
     def __init__(self, parameter: Tensor, name: str, index: int, update: Update) -> None:
@@ -59,7 +59,7 @@ class ParameterStore:
         self._at_begin = -1  # the parameter's version when the optimizer received it
 
     def _master_storage(self) -> Storage | None:
-        # In a float32 weight, the parameter is the master copy itself.
+        # If the weight is float32, the parameter is the master copy itself.
         if self.update.weight is None:
             return None
         return self.update.master_storage
@@ -71,7 +71,7 @@ class ParameterStore:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Round the weight to nearest, and start the copies from it, as libraries do that cast a model first."""
+        """Round the weight to nearest, and start the copies from it, as libraries that cast a model first do."""
         if self.weight is None:
             return
         store_(self.parameter, self._nearest(self.weight))
@@ -111,7 +111,7 @@ class ParameterStore:
 
     @property
     def is_compensated(self) -> bool:
-        """True if `value` is the sum of the weight and of what rounding took from it."""
+        """True if `value` is the sum of the weight and of its rounding error."""
         return SECOND in self.kept or COMPENSATION in self.kept
 
     def keeping(self) -> Callable[[], None]:
@@ -126,7 +126,7 @@ class ParameterStore:
         return put_back
 
     def decode(self) -> None:
-        """Give the optimizer the numbers that it works on."""
+        """Write the numbers that the optimizer works on to the parameter."""
         self.visible = self._before = None
         # Arithmetic in the format has its own steps, which read the stored tensors.
         if not self.update.is_in_format:
@@ -156,7 +156,7 @@ class ParameterStore:
         return not torch.equal(local_part(self.parameter.detach()), local_part(before))
 
     def hide(self, x: Tensor, was_written: bool) -> None:
-        """Undo `show`: make `x` the parameter again, for the optimizer. was_written: whether the step wrote to it."""
+        """Undo `show`: write the optimizer's weight `x` to the parameter. was_written: whether the step wrote to it."""
         self.parameter.copy_(x)
         if not was_written:
             self._at_begin = version_of(self.parameter)
@@ -164,8 +164,8 @@ class ParameterStore:
     def _follow(self) -> None:
         """Start the master copy again if the weight was written to since the last step, as by load_state_dict."""
         assert self.weight is not None
-        # If the weight is still the rounded master, the write put its own numbers back, and the master stays. Under
-        # stochastic rounding either direction counts.
+        # If the weight still equals the rounded master, the write restored the same numbers, and the master is kept.
+        # Under stochastic rounding, the master may have been rounded in either direction.
         x = local_part(self.parameter.detach())
         ways = ("down", "up") if self.weight.spec.rounding == "stochastic" else (self.weight.spec.rounding,)
         master = local_part(self.kept[MASTER])
@@ -240,7 +240,7 @@ class ParameterStore:
         store_(self.kept[COMPENSATION], self.weight)
 
     def show(self, seed: int, step: int, evaluation: int) -> None:
-        """Let the model see the weight as it is stored, within a step that evaluates its closure.
+        """Write the weight as it is stored to the parameter, for a model that a closure runs within a step.
 
         evaluation: how often the closure was evaluated before. At 0 the step has changed nothing yet.
         """
@@ -315,18 +315,18 @@ def saved(state: dict[str, Any], stores: Sequence[ParameterStore], seed: int, st
 
 
 def without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without our additions, as the optimizer itself saves it."""
+    """Return the state without fpsim's additions, as the optimizer itself saves it."""
     by_index = {
         index: {name: x for name, x in entry.items() if name not in COPIES} for index, entry in state["state"].items()
     }
-    # An optimizer whose states are all ours, such as SGD without momentum, has none.
+    # A parameter whose states are all ours, as with SGD without momentum, has no entry in the optimizer's own state.
     by_index = {index: entry for index, entry in by_index.items() if entry or not state["state"][index]}
     groups = [{name: x for name, x in group.items() if name not in OURS} for group in state["param_groups"]]
     return {**state, "state": by_index, "param_groups": groups}
 
 
 def check_state(state: dict[str, Any], stores: Sequence[ParameterStore]) -> SavedRun | None:
-    """Read the run's position from a state; None for the state of a plain optimizer.
+    """Return the run's position in its random bits from a state; None for the state of a plain optimizer.
 
     Raises ValueError for the state of another update.
     """

@@ -50,7 +50,7 @@ FEW_BITS = 4
 
 
 def _of_a_policy(name: str) -> str:
-    """Say where an argument of Policy belongs, for `known_arguments`."""
+    """Return a hint for an argument that belongs to Policy, for `known_arguments`."""
     known = inspect.signature(Policy).parameters
     return f" It is an argument of Policy: quantize(model, fpsim.Policy(..., {name}=...))." if name in known else ""
 
@@ -152,7 +152,10 @@ def set_policy(
 
 
 def try_policy(model: nn.Module, fmt: FormatLike) -> None:
-    """Do as `set_policy`, for a tool that tries single modules and may leave out those that store keys and values."""
+    """Change formats as `set_policy` does, without its warning about caches.
+
+    A tool that tries single modules may leave out the modules that store keys and values.
+    """
     whole, shared = _whole(model)
     _change(whole, _policies(whole, fmt, None, None), shared)
 
@@ -246,7 +249,7 @@ def _storing(model: nn.Module) -> list[EmulatedForward]:
 
 def _needs_cache(model: nn.Module) -> bool:
     """Return whether a call of the model is supposed to store rounded keys and values."""
-    # All modules are asked if none stores: a tool that tries single modules may leave out the modules that store.
+    # All modules are considered if none stores: a tool that tries single modules may leave out the modules that store.
     forwards = _storing(model) or [forward for _, forward in emulated_forwards(model)]
     return any(forward.policy is not None and forward.policy.cached is not None for forward in forwards)
 
@@ -294,7 +297,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
-    """Return whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale by it."""
+    """Return whether these policies scale an operand, "blocks.0.widen:linear fprop.x", by a history of this rule."""
     site, _, role = name.rpartition(" ")
     policy = policies.get(site.rpartition(":")[0])
     if policy is None or policy.products is None:
@@ -459,7 +462,7 @@ def listeners(model: nn.Module) -> list[Listeners]:
 def frozen(model: nn.Module) -> AbstractContextManager[None]:
     """Round each weight of a quantised model once, at the first call inside of the block that uses it.
 
-    This serves generation token by token, and evaluation: the results are the same, bit for bit. The weights are kept
+    This serves generation token by token, and evaluation: the results are the same, bit for bit. The weights are cached
     in the formats of their roles and, if they are operands of products, in the formats of the forward product. Some
     weights are still rounded at each call: weights whose rounding is stochastic or whose scale is delayed, weights
     whose gradient is recorded (use `torch.no_grad()`), and all weights while the model is recorded or watched.
@@ -493,7 +496,7 @@ def frozen(model: nn.Module) -> AbstractContextManager[None]:
 
 def _freeze(model: nn.Module, listeners: list[Listeners], undo: Undo) -> None:
     kept = KeptWeights(partial(_name_of, model))
-    # This is registered first, so that it runs last: it may raise, and by then everything has been put back.
+    # The check is registered first, so that it runs last: it may raise, and by then everything has been put back.
     undo.by(kept.require_unchanged)
     for each in listeners:
         undo.by(partial(setattr, each, "kept_weights", each.kept_weights))

@@ -38,8 +38,8 @@ class Ranks:
     tensor that `all_reduce` sums. The result has the bits of DDP over gloo from its second step on.
 
     Some batch norms are synchronised: `nn.SyncBatchNorm`, and the batch norms named in `synchronised`. They have the
-    mean and variance of all ranks' batches, and the gradient of these. The ranks have to meet there, and `run` has them
-    take turns.
+    mean and variance of all ranks' batches, and the gradient of both. At such a batch norm, each rank has to wait for
+    the others, and `run` lets the ranks take turns.
 
     Args:
         model: the module whose parameters' `.grad` are reduced. The sum is added to gradients that are there already.
@@ -85,7 +85,7 @@ class Ranks:
         if not is_finite_number(bucket_cap_mb) or bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={shown(bucket_cap_mb)} is no size. Expected: a number above 0, in MiB.")
         self._cap = bucket_cap_mb * MIB
-        # Values that `all_reduce` does not take raise here, before a rank has run.
+        # Values that `all_reduce` does not accept raise here, before a rank has run.
         all_reduce([torch.zeros(1)], fmt, order, rounding)
         self._model, self._words, self._averages = model, (fmt, order, rounding), averages
         self._is_float32 = as_format(fmt) == as_format("fp32")
@@ -131,10 +131,10 @@ class Ranks:
     def run(self, step: Callable[[Any], Any], batches: Iterable[Any]) -> list[Any]:
         """Run the passes of all ranks: `step(batch)` once for each of the batches, each in its own thread.
 
-        One rank runs at a time, in their order, up to the next batch norm that is synchronised. Each rank has the CPU's
+        Ranks run one at a time, in their order, up to the next batch norm that is synchronised. Each rank has the CPU's
         random numbers to itself: a seed that a step sets holds for its rank only.
 
-        An error of a step is raised. After any error, gradients and buffers are those of before.
+        An error of a step is raised. After any error, gradients and buffers are restored.
 
         Args:
             step: a function that runs forward and backward passes, such as `model(batch).sum().backward()`.
@@ -278,16 +278,16 @@ def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
             buffer.copy_(value)
 
 
-# In seconds. Without a limit, the others would wait without end for a rank whose thread died.
+# The longest wait for a turn, in seconds. Without a limit, ranks would wait for ever for a rank whose thread died.
 LONGEST_TURN = 3600
 
 
 class Meeting:
     """Ranks as threads, of which one runs at a time, until it waits for the others.
 
-    They take turns in their order, so that a step is reproducible. Each rank has gradients, buffers and the CPU's
-    random numbers to itself, which are put aside while another rank runs. A rank begins with gradients of None, the
-    buffers of before, and the random numbers that the rank before it left.
+    Ranks take turns in their order, so that a step is reproducible. Each rank has separate gradients, buffers and CPU
+    random numbers, which are put aside while another rank runs. A rank begins with gradients of None, the buffers from
+    before the run, and the random numbers that follow those of the rank before it.
     """
 
     def __init__(self, ranks: int, model: nn.Module) -> None:
@@ -309,7 +309,7 @@ class Meeting:
         self.put([None] * len(self.parameters), self._first)
 
     def end(self, rank: int) -> None:
-        """Keep the rank's result, and pass the turn to the next rank for good."""
+        """Store the rank's gradients and buffers, and pass the turn to the next rank for good."""
         self.gradients[rank], self.final_buffers[rank] = self._taken()
         self._has_ended[rank] = True
         if self._parts and self.error is None:
@@ -318,7 +318,7 @@ class Meeting:
         self._next(rank)
 
     def gather(self, where: str, parts: list[Tensor]) -> list[list[Tensor]]:
-        """Return the values of all ranks at this place, in the order of ranks; waits until all ranks have come."""
+        """Wait until all ranks have come to `where`, and return their values, in the order of ranks."""
         rank = self.rank
         others = {place for place, _ in self._parts.values()} - {where}
         if others or any(self._has_ended):
@@ -338,12 +338,12 @@ class Meeting:
         return [p.grad for p in self.parameters], [b.clone() for b in self.buffers]
 
     def put(self, gradients: Sequence[Tensor | None], buffers: Sequence[Tensor]) -> None:
-        """Let parameters have these gradients, and buffers these values."""
+        """Set the gradients of the parameters, and the values of the buffers."""
         for p, gradient in zip(self.parameters, gradients, strict=True):
             p.grad = gradient
         for buffer, value in zip(self.buffers, buffers, strict=True):
-            # This writes through `.data`: a batch norm has saved the buffer, and its backward pass would refuse a
-            # write.
+            # The write goes through `.data`, which autograd does not count: a batch norm has saved the buffer, and its
+            # backward pass would refuse a counted write.
             buffer.data.copy_(value)
 
     def _next(self, rank: int) -> None:
@@ -367,7 +367,7 @@ def _apart(what: str) -> RuntimeError:
 def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str, nn.Module]) -> list[Any]:
     """Return `step(rank)` of each rank, with batch statistics of these modules over all ranks.
 
-    An error of one rank ends the other ranks and is raised; gradients and buffers are then those of before.
+    An error of one rank ends the other ranks and is raised; gradients and buffers are then restored.
     """
     ranks, grad = len(meeting.turns), torch.is_grad_enabled()
     if active.emulation is not None:
@@ -382,8 +382,8 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
             shared.threads.add(threading.get_ident())
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(grad))
-                # Backward passes run in the thread of the rank. On a card, autograd has one thread for the device: it
-                # would wait in a batch norm, and run the pass of no other rank.
+                # Backward passes run in the thread of the rank. On a card, autograd has one thread for the device.
+                # While this thread waited in a batch norm, it could not run the pass of another rank.
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 for enter in autocast:
                     stack.enter_context(enter())
@@ -417,10 +417,10 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
 class _Shared:
     """Replaces `torch.batch_norm` while ranks run: synchronised batch norms use the statistics of all ranks.
 
-    A batch norm is known by its running mean. Threads that are no ranks call torch's own function.
+    A batch norm is recognised by its running mean. Threads that are not ranks call torch's own function.
     """
 
-    # This is not a mode of functions. An emulation calls torch.batch_norm with operands in their formats, and rounds
+    # This is not a TorchFunctionMode. An emulation calls torch.batch_norm with operands in their formats, and rounds
     # the result. A checkpoint that recomputes in the backward pass comes here too, where torch has taken all modes off.
 
     def __init__(self, meeting: Meeting, modules: Mapping[str, nn.Module]) -> None:
@@ -446,7 +446,7 @@ class _Shared:
         return y  # type: ignore[no-any-return]
 
     def require_met(self, modules: Mapping[str, nn.Module]) -> None:
-        """Raise RuntimeError for a module in training mode whose statistics were not asked for here."""
+        """Raise RuntimeError for a module in training mode that did not call `torch.batch_norm` in a rank."""
         missing = [name for name, module in modules.items() if module.training and name not in self.met]
         if missing:
             raise RuntimeError(
@@ -457,7 +457,7 @@ class _Shared:
 
 
 def _over_ranks(parts: list[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and biased variance of all ranks' numbers, from those of each rank (Chan et al. 1983)."""
+    """Return count, mean and biased variance over all ranks, from the three numbers of each rank (Chan et al. 1983)."""
     counts, means, variances = (torch.stack(each) for each in zip(*parts, strict=True))
     counts = counts.unsqueeze(1)
     count = counts.sum()

@@ -22,8 +22,8 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
     """Return the amax histories of a quantised model's delayed scales, by site and operand.
 
     `state_dict` contains none of these, so that its keys stay those of the model. `copy.deepcopy` and pickling of the
-    model keep them. To resume a training with the same bits, save this state in addition to `model.state_dict()`, on
-    each rank its own. The state is empty for a model without delayed scaling, and before the first call.
+    model keep them. To resume a training with the same bits, save this state in addition to `model.state_dict()`,
+    separately on each rank. The state is empty for a model without delayed scaling, and before the first call.
 
     Args:
         model: a quantised model, or one with quantised modules inside.
@@ -69,7 +69,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         if place is None:
             raise ValueError(f"The state names {shown(name)}. Expected: names that begin with {', '.join(by_place)}.")
         parts[place][name.removeprefix(place)] = entry
-    # All parts are checked before the first part is taken: nothing is half loaded.
+    # All parts are checked before the first part is loaded, so that no state is half loaded.
     fresh = {place: loaded(part) for place, part in parts.items()}
     _require_wanted(model, parts)
     lacking = [name for name in scaling_state(model) if name not in state]

@@ -27,7 +27,7 @@ TE_FP16_RANGE = torch.finfo(torch.float16).max / 2  # TransformerEngine, FusedAd
 class State(NamedTuple):
     """A tensor that an optimizer keeps for one parameter.
 
-    path: the keys and places under which it lies: ("exp_avg",), or (0, "exp_avg") if a dict contains another one.
+    path: the keys and indices that lead to the tensor: ("exp_avg",), or (0, "exp_avg") in a dict inside a dict.
     """
 
     path: tuple[Any, ...]
@@ -85,7 +85,7 @@ def local_part(x: Tensor) -> Tensor:
 def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
     """Round `x` in place to its stored value.
 
-    The random bits of an element follow from its place in the whole tensor, however the tensor is sharded. Blocks of
+    The random bits of an element depend on its index in the whole tensor, however the tensor is sharded. Blocks of
     numbers that share a scale lie within the part on this rank.
 
     x: float32, of any shape and strides; of a sharded tensor (a DTensor), the part on this rank is rounded.
@@ -99,7 +99,7 @@ def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
         if isinstance(storage.spec, RoundingSpec):
             _store_part(x, storage.spec, key, place)
             return
-        # Blocks lie in this part, and cannot be rounded as in the whole tensor: each rank has random bits of its own.
+        # Blocks lie in this part, and cannot be rounded as in the whole tensor: each rank has other random bits.
         key = None if key is None else _key_from(f"{int(key)} {place.offset}")
     if isinstance(storage.spec, RoundingSpec):
         round_memory_(x.detach(), storage.spec, key)
@@ -112,7 +112,7 @@ def _store_part(x: Tensor, spec: RoundingSpec, key: Tensor | None, place: Place)
     """Round a part of a tensor as it would be rounded in the whole tensor."""
     if key is None:
         key = new_key_for(x)
-    # Noise depends on an element's index: the part is rounded at its place among zeros.
+    # Noise depends on an element's index: the part is rounded at its place in a whole tensor of zeros.
     whole = x.new_zeros(place.shape)
     part = whole
     for dim, (start, size) in enumerate(zip(place.offset, x.shape, strict=True)):

@@ -137,7 +137,7 @@ class Attention:
 
     @property
     def is_plain(self) -> bool:
-        """True if no point is set: the attention is then torch's own."""
+        """True if no point is set: torch alone then computes the attention."""
         is_rounded = any(getattr(self, name) is not None for name in (*OPERANDS, *RESULTS))
         return not is_rounded and self.block_kv is None and self.accumulator is None
 
@@ -206,7 +206,7 @@ def for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 def scaled_and_masked(
     scores: Tensor, head_size: int, attn_mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Return the operand of the softmax: q k^T times its scale, with -inf or the mask's numbers at hidden keys."""
+    """Return the softmax's operand: the scores times their scale, plus a float mask or with -inf at hidden keys."""
     scores = scores * (1 / math.sqrt(head_size) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -1,7 +1,7 @@
 """The bfloat16 kernels of torch on the CPU that round more than once, as functions for `Policy(kernels=...)`.
 
 torch chooses vector or scalar code by the processor (`torch.backends.cpu.get_cpu_capability()`, or the environment's
-ATEN_CPU_CAPABILITY); the functions follow it in each call, so that they compute as this process does.
+ATEN_CPU_CAPABILITY). The functions follow this choice in each call, so that they compute as torch does in this process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fpsim.policies.attention import for_each_query_head, scaled_and_masked
 
 __all__ = ["CPU_KERNELS", "fast_exp", "flash_attention", "power", "rsqrt"]
 
-# kv_split_size of all instances of cpu_flash_attention in libtorch_cpu.so. The number of queries in a block changes the
-# sums of no row.
+# kv_split_size of all instances of cpu_flash_attention in libtorch_cpu.so. The number of queries in a block does not
+# change the sums of any row.
 KEYS_IN_BLOCK = 512
 LANES = {"AVX512": 16, "AVX2": 8}  # float32 numbers in a vector; a row's last ones, which fill none, use std::exp
 LEAST_LOG = -87.33654  # the logarithm of float32's least normal number; below it, the result is 0
@@ -29,8 +29,8 @@ EXP2 = (0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.07
 def fast_exp(x: Tensor) -> Tensor:
     """Return exp(x) of float32 numbers up to 0, with a relative error of up to 1e-4.
 
-    The exponent and a cubic are put together as bits. This is torch's `fexp_u20`, which torch's attention on the CPU
-    uses for results of 16 bits. The gradient is exp(x).
+    The bits of a result are assembled from an exponent and a cubic. This is torch's `fexp_u20`, which torch's attention
+    on the CPU uses for results of 16 bits. The gradient is exp(x).
 
     >>> fast_exp(torch.tensor([0.0, -1.0]))
     tensor([0.9999, 0.3679])
@@ -111,7 +111,7 @@ def power(input: Any, exponent: Any, *, out: Tensor | None = None) -> Any:
     """Compute x ** 3 and x ** -2 with each product rounded; round any other exponent to x's dtype first."""
     if out is not None or not isinstance(input, Tensor) or not isinstance(exponent, int | float):
         return NotImplemented
-    # This applies to float32 too: torch computes these products there.
+    # Float32 inputs are included, because torch computes the same products for them.
     if exponent == 3:
         return input * input * input
     if exponent == -2:

@@ -27,10 +27,10 @@ _LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(to
 
 
 def _out_of_sight(function: Function) -> Function:
-    """Run `function` with all modes off, so that the tensors it makes are plain and can be changed later.
+    """Return `function` decorated to run with all torch modes off: the tensors it makes are plain and can be changed.
 
     The modes are restored at once after any exception, also a KeyboardInterrupt. With a context manager made of a
-    generator, the traceback could keep the generator alive, and gradients would be disabled again when it is freed.
+    generator, the traceback could keep the generator alive, and freeing the generator would disable gradients again.
     """
 
     @functools.wraps(function)
@@ -78,7 +78,7 @@ class AmaxHistory:
 
 
 class _Table:
-    """The histories of one rule on one device, in one tensor: a step takes a few operations for any number of them."""
+    """The histories of one rule on one device, in one tensor: a step has few operations for any number of histories."""
 
     def __init__(self, rule: Delayed, device: torch.device) -> None:
         self.rule = rule
@@ -94,7 +94,7 @@ class _Table:
         columns = ((self.scales, 1.0), (self.pending, _NOTHING), (self.largest, largest))
         grown = [torch.cat([column, column.new_full((1,), value)]) for column, value in columns]
         names = [*self.names, name]
-        # One assignment: an interrupt between several would leave columns of different lengths.
+        # This is one assignment: an interrupt between several would leave columns of different lengths.
         self.names, self.amaxes, self.position, (self.scales, self.pending, self.largest) = (
             names,
             amaxes,
@@ -120,7 +120,7 @@ class _Table:
         scales = torch.where(is_usable, scales, self.scales)  # a new tensor: this step's may still be in use
         position = torch.where(has_amax, (self.position + 1) % rule.history, self.position)
         pending = torch.full_like(self.pending, _NOTHING)
-        # One assignment: if the step is interrupted before it, the step can be repeated.
+        # This is one assignment: if the step is interrupted before the assignment, the step can be repeated.
         self.scales, self.position, self.pending = scales, position, pending
 
     def state(self, row: int) -> dict[str, Tensor]:
@@ -145,7 +145,8 @@ class Histories:
     backward pass. At that moment the amaxes recorded before, forward and backward, move to the histories. If
     torch.distributed is initialised, all ranks of `group` then take the largest amax of any rank, so their scales are
     equal. All ranks must call the same products in the same order. Ranks whose new products differ get an error. If
-    only some ranks have new products, these wait for the others, as in any collective operation that some do not join.
+    only some ranks have new products, these ranks wait for the others, as in any collective operation that some ranks
+    do not join.
 
     group: a process group of torch.distributed; None for all ranks.
     """
@@ -162,7 +163,7 @@ class Histories:
         return len(self._histories)
 
     def of(self, site: str, operand: str, rule: Delayed, largest: float, device: torch.device) -> AmaxHistory:
-        """Return the history of an operand at a site; a new one if it has none. Call this in each call of the site.
+        """Return the history of an operand at a site, and add it if it is new. Call `of` in each call of the site.
 
         site: the site's name, such as "layer1.conv1:conv2d".
         operand: the name of the operand, such as "fprop.x".
@@ -194,7 +195,7 @@ class Histories:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Move the recorded amaxes to the histories; all ranks agree on them first.
+        """Combine the recorded amaxes of all ranks, and move them to the histories.
 
         Raises NotImplementedError as `of` does, and while a CUDA graph is captured.
         """
@@ -206,7 +207,7 @@ class Histories:
         self._begin_step()
 
     def _tell_unasked(self) -> None:
-        """Warn of loaded histories for which no product asked in the next step: they may be those of another model."""
+        """Warn of loaded histories that no product used in the first step: they may belong to another model."""
         self._begun += 1
         if self._begun < 2:
             return
@@ -273,8 +274,8 @@ class Histories:
         """Take the largest amax of all ranks for each history."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) <= 1:
             return
-        # all_reduce of tables in another order would mix operands without an error, so the ranks compare their names.
-        # This is needed only if there are new ones.
+        # all_reduce of tables in another order would mix operands without an error, so the ranks compare the names of
+        # their histories. They do so only if there are new histories.
         if self._agreed != len(self._histories):
             self._require_equal_names()
             self._agreed = len(self._histories)

@@ -130,7 +130,7 @@ class Operand:
         return self._text
 
     @cached_property
-    def _text(self) -> str:  # the key by which every product looks up a kept weight
+    def _text(self) -> str:  # the key by which every product looks up a cached weight
         words = ["as" if self.fmt is None else str(self.fmt) if self.is_own else str(self.spec())]
         if self.source == "fprop":
             words.append("in fprop" if self.fmt is None else "of what fprop used")
@@ -178,9 +178,9 @@ Pair = tuple[Operand | None, Operand | None]
 class ProductSpecs(NamedTuple):
     """The operands of the three products, the rounding of the forward product's result, and the accumulators.
 
-    accumulators: those of the three products, with the formats of their operands; None if all are torch's.
-    scaled: the same for a dy that is rounded at a scale, so that its exponents are not those of the format.
-    result, error: the rounding of y and dx inside of the product, if it is a product of an attention.
+    accumulators: one for each of the three products, with the formats of its operands; None if torch computes them all.
+    scaled: the accumulators for a dy that is rounded at a scale, whose exponents are then not those of its format.
+    result, error: the rounding of y and dx inside of the product, for a product of an attention.
     """
 
     fprop: Pair
@@ -194,7 +194,7 @@ class ProductSpecs(NamedTuple):
 
     @property
     def unordered(self) -> ProductSpecs:
-        """The same specs for products whose operands have no known order."""
+        """The same specs, but for products whose operands have no known order."""
         if self.accumulators is None:
             return self
         one, two, three = (a if a.group is None else replace(a, operands=None) for a in self.accumulators)
@@ -210,9 +210,9 @@ def in_accumulators(each: Three, fprop: Pair, dgrad: Pair, wgrad: Pair) -> tuple
 
 
 def _knowing(accumulator: Accumulator, pair: Pair, used: Pair) -> Accumulator:
-    """Return the accumulator of a product; if it aligns groups, with the formats of the operands.
+    """Return the accumulator of a product. An accumulator that aligns groups gets the formats of the operands.
 
-    used: the operands of the forward product. They replace operands with source="fprop".
+    used: the operands of the forward product, which replace operands with source="fprop" and no format.
     """
     if accumulator.group is None:
         return accumulator
@@ -240,7 +240,7 @@ def with_rounding(operand: Operand | None, rounding: str) -> Operand | None:
 
 
 def is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
-    """True if a gradient's format has single numbers, at most `most_bits` bits, and the default rounding."""
+    """Return True if a gradient's format has single numbers, at most `most_bits` bits, and the default rounding."""
     if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
         return False
     return dy.fmt.bits <= most_bits

@@ -46,7 +46,7 @@ _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, 
 
 
 class RoleSpecs(NamedTuple):
-    """Rounding of each role's tensors at one place of a model; None leaves a role's tensors in float32."""
+    """Rounding of each role's tensors in one module; None leaves a role's tensors in float32."""
 
     weight: RoundingSpec | None = None
     activation: RoundingSpec | None = None
@@ -61,7 +61,7 @@ class RoleSpecs(NamedTuple):
 
 
 def _names_its_role(policy: type[Policy]) -> type[Policy]:
-    """Warn of `Policy("e4m3fn")`, which rounds only weights; `quantize(model, "e4m3fn")` rounds every role."""
+    """Make `Policy("e4m3fn")` warn: it rounds only weights, while `quantize(model, "e4m3fn")` rounds every role."""
     made = policy.__init__
 
     @wraps(made)
@@ -222,7 +222,7 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return any(policy.cache is not None for policy in policies)
 
     def specs(self) -> RoleSpecs:
-        """The checked roundings of this policy's roles, without its overrides."""
+        """Return the checked roundings of this policy's roles, without its overrides."""
 
         def of(option: object, role: str, default: object) -> Any:
             return option.get(role, default) if isinstance(option, Mapping) else option
@@ -253,7 +253,7 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return replace(policy, rounding=self.rounding, random_bits=bits, variant=variant, overflow=overflow)
 
     def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
-        """Return this policy with another rounding of its roles; if it has no role, of all operands of its products.
+        """Return this policy with another rounding of its roles or, if all are float32, of its products' operands.
 
         >>> str(policy_of_format("mxfp4").with_rounding("stochastic"))
         'products: mxfp4 stochastic'
@@ -421,9 +421,9 @@ def policy_of_format(fmt: FormatLike) -> Policy:
 def policy_of_modules(by_module: Mapping[str, Policy]) -> Policy:
     """Return one policy from those of modules by name, parents first: the inverse of `Policy.for_modules`.
 
-    It has an override only for a module whose policy differs from that of the module around it. A module without a
-    policy has the policy of the module around it. `by_module[""]` is the policy of the model itself, float32 if it is
-    missing. Overrides of the given policies are ignored.
+    The result has an override only for a module whose policy differs from the policy of the module that contains it. A
+    module that `by_module` lacks has the policy of the module that contains it. `by_module[""]` is the policy of the
+    model itself, float32 if it is missing. Overrides of the given policies are ignored.
 
     >>> list(policy_of_modules({"": Policy(weight="bf16"), "body": Policy(weight="bf16"), "head": Policy()}).overrides)
     ['head']

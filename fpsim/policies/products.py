@@ -45,8 +45,8 @@ class Products:
 
     Args:
         fprop: (x, w), the operands of y = x w^T.
-        dgrad: (dy, w), those of dx = dy w.
-        wgrad: (dy, x), those of dw = dy^T x.
+        dgrad: (dy, w), the operands of dx = dy w.
+        wgrad: (dy, x), the operands of dw = dy^T x.
         output: the format of y, if the policy has none for activations; a format of single numbers. The gradient of y
             passes straight through.
         accumulator: the accumulator of all three products: an `Accumulator` or its name, such as "fp16" or
@@ -134,7 +134,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """
         is_whole = isinstance(fmt, Operand | None)
         one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
-        # If `backward` is not "original", the backward pass has no operands of its own, so only fprop has the format.
+        # If `backward` is not "original", the backward pass has no separate operands, so only fprop has the format.
         names = PRODUCTS if rest.get("backward", "original") == "original" else ("fprop",)
         return cls(**{**dict.fromkeys(names, (one, one)), **rest})
 
@@ -228,7 +228,7 @@ def _three(
 
 
 def _take_backward(products: Products) -> None:
-    """Convert `backward` to operands, and reset it."""
+    """Convert `backward` to operands of dgrad and wgrad, and reset the field to "original"."""
     require_word("backward", products.backward, BACKWARDS)
     if products.backward == "original":
         return

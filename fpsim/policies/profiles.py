@@ -44,11 +44,11 @@ class ProfileRow(NamedTuple):
 
 @dataclass(frozen=True)
 class _Profile:
-    """The words of a profile, and `change`, which changes the policies of a model's modules.
+    """The description of a profile, and the function `change`, which changes the policies of a model's modules.
 
     `change` returns the number of modules that it has changed; None for all.
 
-    of: the modules that it changes, in words, for errors.
+    of: a description of the modules that `change` changes, for errors.
     buffers: the dtype of buffers, if the profile sets it.
     """
 
@@ -136,17 +136,17 @@ def _on_the_cpu(policies: Policies, model: nn.Module) -> None:
 
 
 def _floating_buffers(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the floating-point buffers of each module that has its own ones."""
+    """Return the floating-point buffers that each module holds itself, by the module's name."""
     found = {n: [b for b in m.buffers(recurse=False) if b.is_floating_point()] for n, m in model.named_modules()}
     return {name: buffers for name, buffers in found.items() if buffers}
 
 
 @dataclass(frozen=True)
 class _RowsOfBuffers:
-    """Kernel for rows of a buffer that from_pretrained leaves in float32, so that computation with them is float32 too.
+    """Kernel for rows of a buffer that from_pretrained leaves in float32, so that results are float32 too.
 
-    A buffer is known by its shape, because `quantize` copies the model. The kernel is an object that compares by value,
-    so that layers with the same structure have equal policies, and that can be pickled.
+    A buffer is recognised by its shape, because `quantize` copies the model. The kernel is an object that compares by
+    value, so that layers with the same structure have equal policies, and that can be pickled.
     """
 
     shapes: frozenset[torch.Size]
@@ -194,7 +194,10 @@ def _fuse_norms(policies: Policies, model: nn.Module) -> int:
 
 
 def _sum_of_residual(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the float32 sum of both tensors as stored: a norm reads it without rounding, the next sum rounded."""
+    """Return the float32 sum of two tensors that are stored in bfloat16.
+
+    A norm reads this sum before it is rounded, and the next sum reads it after it is rounded.
+    """
     if args or kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape:
         return NotImplemented
     if not (x.is_floating_point() and y.is_floating_point()):

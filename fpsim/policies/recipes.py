@@ -117,7 +117,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
 
 
 def _hint(name: object) -> str:
-    """Return a hint with the recipes near to a name. Of those that begin with it, the most used come first.
+    """Return a hint with recipes of similar names; only the most used recipes, if `name` is the beginning of one.
 
     >>> _hint("fp8")
     " Did you mean 'fp8_current' or 'fp8_delayed'?"
@@ -144,7 +144,7 @@ def as_policy(
     overflow: str | Mapping[str, str | None] | None = None,
     model: nn.Module | None = None,
 ) -> Policy:
-    """Return the policy that a format stands for in `fpsim.quantize`. Without a model, it only checks a format's name.
+    """Return the policy that a format stands for in `fpsim.quantize`; an unknown name raises ValueError.
 
     A format applies to every role. A format whose numbers share scales applies to all operands of matrix products, and
     every role stays float32. A policy is returned as it is, and None is float32.
@@ -154,7 +154,7 @@ def as_policy(
         rounding: the rounding of every role; if every role is float32, of all operands. None keeps the policy's.
         overflow: the handling of numbers beyond the largest value in every role, as in `round_to`. None keeps the
             policy's.
-        model: the model that a recipe is for; some recipes keep its last layers in high precision.
+        model: the model that a recipe is for; some recipes keep its last layers in high precision. Formats need none.
 
     Returns:
         A Policy.
@@ -237,7 +237,7 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_gate(model: nn.Module, name: str) -> bool:
-    """Return True if this module chooses among experts: it has such a name, and so has a module next to it."""
+    """Return True if a module chooses among experts: it is named "gate" or "router", beside a module "experts"."""
     around, _, own = name.rpartition(".")
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
 
@@ -270,7 +270,7 @@ def _with(fprop: Any, dgrad: Any, wgrad: Any) -> Policy:
 
 
 def _hybrid(scale: str) -> Policy:
-    """Return e4m3fn forward and e5m2 for gradients; numbers too large for a predicted scale saturate, as in casts."""
+    """Return e4m3fn forward and e5m2 for gradients; numbers too large for a delayed scale saturate, as in casts."""
     forward, gradient = (
         Operand(as_format(f"{e} per tensor {scale} saturate"), overflow="saturate") for e in ("e4m3fn", "e5m2")
     )
@@ -323,7 +323,7 @@ def _bitnet() -> Policy:
 
 
 def _flushed_fp16(x: Tensor, axis: int) -> Tensor:
-    """Round to fp16 without subnormals, as an instruction reads operands: smaller numbers become zero."""
+    """Round to fp16 without subnormals, as MFMA of AMD's MI200 reads operands: numbers below 2**-14 become zero."""
     rounded = round_to(x, "fp16")
     is_below = rounded.abs() < 2.0**-14  # False for NaN, which stays
     return torch.where(is_below, rounded * 0.0, rounded)

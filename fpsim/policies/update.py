@@ -41,7 +41,7 @@ WEIGHT, MASTER = "weight", "master"
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of one tensor: its rounding, and the rule of its scale if a library has a rule of its own.
+    """Storage of one tensor: its rounding, and the rule of its scale if that is the special rule of a library.
 
     spec: the format, and the rounding to it.
     library_scale: "amax_torchao" or "amax_te" of UPDATE_SCALES; None for the format's own rule.
@@ -81,7 +81,7 @@ class Update:
         rounding: the rounding of the weight, as in `round_to`; or a mapping from "weight", "master" and names of states
             to roundings. Tensors whose names are missing are rounded to nearest even.
         random_bits: as in `round_to`, for stochastic roundings.
-        compensation: the way in which the rounding error of the weight is kept: None, "kahan", "pair" (two numbers of
+        compensation: how the rounding error of the weight is stored: None, "kahan", "pair" (two numbers of
             the weight's format) or "remainder16" (the lower 16 bits of a float32, which a bfloat16 does not have).
         lost: the handling of an update that is lost because rounding to nearest returns the old number. None loses it.
             "least" moves the number to its neighbour in the direction of the update, for example 0 to the least
@@ -246,8 +246,8 @@ UpdateLike = Update | str | None
 
 def state_storage(update: Update, name: str) -> Storage | None:
     """Return the storage of the state with this name; None if it stays float32."""
-    # The first pattern that matches is taken, as in a shell's `case`. For overrides of parameters the last one is
-    # taken, as in a policy.
+    # The first pattern that matches applies, as in a shell's `case`. Among overrides of parameters, the last pattern
+    # that matches applies, as in a policy.
     fmt = next((f for pattern, f in update.state_patterns.items() if fnmatchcase(name, pattern)), None)
     return update._storage(name, fmt)
 
@@ -258,7 +258,7 @@ def _is_exact(storage: Storage) -> bool:
 
 def _with_scale(fmt: BlockFormat, scale: str) -> BlockFormat:
     """Return the format with another rule for its scales."""
-    # Libraries store one scale for each block, so a second scale of the tensor and its gain are dropped.
+    # Libraries store one scale for each block, so a format's second scale and its gain are dropped.
     if scale == "amax":
         return replace(fmt, scale=CATALOGUE["fp32"], scale_rule="amax", tensor_scale=False, gain=1.0)
     rule = "ceil" if scale == "power_of_two" else scale
@@ -361,7 +361,7 @@ def _require_arithmetic(update: Update) -> None:
 
 
 def _require_lost(update: Update) -> None:
-    """Raise ValueError for a `lost` with which no update is lost, or a number's neighbour is not known in advance."""
+    """Raise ValueError for a `lost` if no update can be lost, or if a number's neighbour is not known in advance."""
     if update.lost is None:
         return
     given = f"lost={update.lost!r}"

@@ -15,8 +15,8 @@ from fpsim.kernels.core import MOST_BITS, ROUNDINGS, require_variant
 __all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
 
 ORDERS = ("ascending", "torch")
-SPLIT_ORDERS = ("ring", "tree", "linear")  # those of tensors.reductions
-# The most products of a group: the group's rows of an operand have to be in the cache at once.
+SPLIT_ORDERS = ("ring", "tree", "linear")  # the orders of tensors.reductions
+# The largest number of products in a group: the rows of an operand that a group reads have to fit in the cache.
 LARGEST_GROUP = 1024
 MOST_SPLITS = 1024
 EXACT_BITS = 53  # bits of the significand of float64, in which sums are computed
@@ -50,12 +50,12 @@ class Accumulator:
             the sum of the exponents of its factors. A sum whose exponent is too large for the format overflows, even
             with rounding toward zero. None means that terms are added one by one.
         group_bits: see group; a number with the largest exponent keeps this number of significant bits.
-        sum_bits: with this, products of a group are aligned among themselves, and their sum meets the accumulator
-            later, as on AMD's CDNA3. The sum and the accumulator are aligned to the larger exponent of the two, where a
+        sum_bits: with this, the products of a group are aligned and added first, and their sum is added to the
+            accumulator later, as on AMD's CDNA3. Both are aligned to the larger exponent of the two, where a
             subnormal accumulator and a zero have the format's least exponent. Both are cut off toward minus infinity:
             the sum of products below `sum_bits` + 1 significant bits, and the accumulator below `group_bits`. The
             result is normalised, and cut off in the same way below `sum_bits`, before it is rounded. A product beyond
-            the format's largest number overflows. None means that products and accumulator meet at once.
+            the format's largest number overflows. None means that products and accumulator are added together.
         operands: the format of the operands of a group, or a pair of formats, of a and of b, with None for an unknown
             format. A subnormal then counts with its format's least exponent, as in hardware, which reads the exponent
             field; so does a subnormal sum. Operands are not rounded; a number smaller than the format's values counts
@@ -118,7 +118,7 @@ class Accumulator:
         if self.outer_rounding == self.rounding:
             object.__setattr__(self, "outer_rounding", None)
         _require_groups(self)
-        # This comes after the groups: operands, sum_bits and zero_exponent are refused without a group.
+        # Operands are checked after the groups: operands, sum_bits and zero_exponent are refused without a group.
         _take_operands(self)
         _require_room_for_products(self)
         _require_order(self)
@@ -144,7 +144,7 @@ class Accumulator:
 
     @property
     def is_torch(self) -> bool:
-        """True if a product is torch's own."""
+        """True if torch itself computes the whole product."""
         return self.order == "torch" and self.splits is None
 
     @property
@@ -164,7 +164,7 @@ class Accumulator:
 
     @property
     def counted_exponents(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """Least exponents with which a, b and a sum count in a group, and that of a zero; None if there is none."""
+        """Least exponents with which a, b and a sum count in a group, and the exponent of a zero; None if not set."""
         a, b = (None if f is None else f.min_exponent for f in self.operand_formats)
         counts = self.operands is not None or self.sum_bits is not None
         of_sum = as_float_format(self.format).min_exponent if counts else None
@@ -241,7 +241,7 @@ def _require_groups(a: Accumulator) -> None:
             f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
-    # This limit is lower, because a sum of products keeps one bit more, and meets the accumulator.
+    # The limit of sum_bits is lower, because a sum of products keeps one bit more, and is added to the accumulator.
     most = EXACT_BITS - 4 - int(a.group).bit_length()
     if a.sum_bits is not None and not (is_whole(a.sum_bits, a.group_bits) and a.sum_bits <= most):
         raise ValueError(
@@ -345,7 +345,8 @@ def _require_splits(a: Accumulator) -> None:
 def _require_random_bits(a: Accumulator) -> None:
     formats = [as_float_format(f) for f in (a.format, a.outer) if f is not None]
     most = min(32, *(EXACT_BITS - 1 - f.precision for f in formats))
-    # A variant uses one more bit. Below it, the last bit of a sum rounded to odd says whether anything was cut off.
+    # A variant uses one bit more than random_bits. Below this bit, a sum rounded to odd has one last bit, which says
+    # whether anything was cut off.
     require_variant(a.variant, a.is_stochastic, a.random_bits, min(most - 1, MOST_BITS))
     if a.random_bits is None:
         return
@@ -371,10 +372,11 @@ ACCUMULATORS: dict[str, Accumulator] = {
         operands="e4m3fn",
     ),
     **{
-        # Xie et al., arXiv 2511.10909 (MMA-Sim 2.1.1): there are as many products as there are bytes of an operand in a
-        # step. They are aligned with the accumulator, and cut off below `group_bits`. The sum is cut off to float32,
-        # and for FP8 on Ada and Hopper to e8m13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2, reports it for Hopper). Zeros
-        # count where the exponents of the operands reach lower: a product of fp16 or FP8 has at least -28.
+        # Xie et al., arXiv 2511.10909 (MMA-Sim 2.1.1): a group has as many products as a step reads numbers of an
+        # operand (8 bytes on Volta, 16 on Ampere and Ada, 32 on Hopper and Blackwell). Products are aligned with the
+        # accumulator, and cut off below `group_bits`. The sum is cut off to float32, and for FP8 on Ada and Hopper to
+        # e8m13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2, reports e8m13 for Hopper). Zeros count for bf16 and TF32, whose
+        # products have lower exponents: the exponent of a product of fp16 or FP8 is at least -28.
         name: Accumulator(
             fmt, "toward_zero", group=group, group_bits=bits, operands=operands,
             zero_exponent=-107 - bits if operands in ("bf16", "tf32") else None,
@@ -391,7 +393,7 @@ ACCUMULATORS: dict[str, Accumulator] = {
             ("blackwell_fp8", "fp32", 32, 26, "e4m3fn"),
         )
     },
-    # AMD's matrix cores by the same source: 24 fraction bits among products, 31 where they meet the accumulator
+    # AMD's matrix cores by the same source: 24 fraction bits to add up products, 31 to add the sum to the accumulator
     **{
         f"cdna3_{name}": Accumulator("fp32", group=group, group_bits=25, sum_bits=32, operands=operands)
         for name, group, operands in (("fp16", 8, "fp16"), ("bf16", 8, "bf16"), ("xf32", 4, "tf32"))
@@ -416,8 +418,8 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
     Args:
         accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
             "hopper_fp8_chunk128", "ampere_fp16" and other tensor cores); any format's name, which means adding up in
-            that format; the same with `_chunkN`; the `repr` of an accumulator; a FloatFormat; or an Accumulator. "fp32"
-            is torch's own product; `Accumulator("fp32")` adds up in float32 term by term.
+            that format; a format's name with `_chunkN`; the `repr` of an accumulator; a FloatFormat; or an
+            Accumulator. "fp32" is torch's own product; `Accumulator("fp32")` adds up in float32 term by term.
 
     Raises:
         ValueError: for an unknown name.
@@ -463,7 +465,7 @@ def _parse(text: str) -> Accumulator:
 
 
 def _from_repr(text: str, arguments: str) -> Accumulator:
-    # It is parsed as a call and read by `literal_eval`: a `repr` from a file must not run code.
+    # The text is parsed as a call, and `literal_eval` reads the arguments: a `repr` from a file must not run code.
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
         assert isinstance(call, ast.Call)

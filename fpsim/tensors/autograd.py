@@ -32,12 +32,12 @@ def operator_words(
     fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
 ) -> OperatorWords:
     """Return the operator's arguments as constants of a compiled graph."""
-    # torch.compile cannot trace the code that checks a rounding, and caches it.
+    # torch.compile cannot trace the code that checks and caches a rounding.
     return words_of(rounding_spec(fmt, rounding, overflow, random_bits, variant))  # type: ignore[arg-type]
 
 
 def apply_operator(x: Tensor, words: OperatorWords, key: Tensor | None) -> Tensor:
-    """Round with the operator. key: for stochastic rounding; None draws one."""
+    """Round `x` with the operator. key: the key of stochastic rounding; None draws a new key."""
     require_no_forward_mode("A rounding")
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
@@ -117,7 +117,7 @@ class StraightThrough(PlainFunction):
 
 
 class _StraightThroughBothModes(StraightThrough):
-    """The same with a rule for forward mode: a class of its own, as torch.compile refuses a Function with a jvp."""
+    """StraightThrough with a rule for forward mode: a separate class, as torch.compile refuses a Function with jvp."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -157,14 +157,17 @@ def with_values(
 
 
 def is_transformed() -> bool:
-    """Return whether a torch.func transform or forward mode sees a call: the operators have rules only for vmap."""
+    """Return whether a torch.func transform or forward mode is active, other than under torch.compile.
+
+    The operators themselves have rules only for vmap.
+    """
     return not torch.compiler.is_compiling() and (has_transform() or in_forward_mode())
 
 
 def require_no_forward_mode(what: str) -> None:
     """Raise NotImplementedError if torch.compile traces forward mode."""
-    # The program would have no tangents, and torch would take missing tangents as zero. Without `fullgraph=True`, torch
-    # catches the error and runs the function without a compiler.
+    # The compiled program would compute no tangents, and torch would treat missing tangents as zero. Without
+    # `fullgraph=True`, torch catches the error and runs the function without a compiler.
     if torch.compiler.is_compiling() and in_forward_mode():
         raise NotImplementedError(
             f"{what} is compiled in forward mode (torch.func.jvp, jacfwd, dual numbers), where its tangent would be "
@@ -174,14 +177,15 @@ def require_no_forward_mode(what: str) -> None:
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
     """Return `x` rounded, with its gradient unchanged. log2_scale: as in `launch.round_memory_`."""
-    # Tracers and transforms need the Function. For a plain tensor, it pays only if a second pass over a clone costs
-    # more.
+    # Tracers and transforms need the Function. For a plain tensor, the Function pays only if a second pass over a clone
+    # costs more.
     if not is_plain(x):
         return straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():
         if x.numel() >= SMALL and log2_scale is None:
             return StraightThrough.apply(x, spec, None, None)  # type: ignore[no-any-return]
-        # The backward pass of `clone` is the straight-through gradient: 6 us a call, 20 less than a Function.
+        # The backward pass of `clone` is the straight-through gradient. It takes 6 us a call, 20 us less than a
+        # Function.
         out = x.clone()
         round_memory_(out, spec, None, log2_scale)
         return out

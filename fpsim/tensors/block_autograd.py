@@ -66,7 +66,7 @@ def _(
     info: Any, in_dims: Any, x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, axis: int,
     across: int | None, key: Tensor | None, variant: str = "A",
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """Round each sample with blocks of its own: one scale of the whole tensor becomes one scale for each sample."""
+    """Round each sample in separate blocks: one scale of the whole tensor becomes one scale for each sample."""
     words = fmt, rounding, overflow, random_bits, variant
     dim, key_dim = in_dims[0], in_dims[7]
     samples = x.unbind(dim) if dim is not None else [x] * info.batch_size
@@ -99,7 +99,7 @@ def _words_of(spec: BlockSpec) -> OperatorWords:
 def apply_block_operator(
     x: Tensor, words: OperatorWords, axis: int, across: int | None, key: Tensor | None = None
 ) -> Tensor:
-    """Round with the operator. key: for stochastic rounding; None draws one."""
+    """Round `x` with the operator. key: the key of stochastic rounding; None draws a new key."""
     require_no_forward_mode("A rounding in blocks")
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
@@ -107,10 +107,7 @@ def apply_block_operator(
 
 
 def passes(x: Tensor, spec: Spec, axis: int, across: int | None) -> Tensor:
-    """Return a mask of the elements that do not saturate by half an ulp or more beyond the largest value.
-
-    It is a bool tensor of the shape of `x`.
-    """
+    """Return a bool mask in the shape of `x`: False for elements half an ulp or more beyond the largest value."""
     if not isinstance(spec, BlockSpec):
         return ~(x.detach().abs() >= saturated_from(spec.fmt))
     return torch.ops.fpsim.block_passes(x, *_words_of(spec), axis, across)  # type: ignore[no-any-return]
@@ -125,7 +122,7 @@ def _block_passes(
         return torch.empty(x.shape, dtype=torch.bool, device=x.device)
     scales = of_each_element(block_scales(source, spec, axis, across), spec.fmt, x.shape, axis, across)
     limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
-    # As in kernels.blocks.make_tensor_scale.
+    # The second scale is computed as in kernels.blocks.make_tensor_scale.
     if spec.fmt.tensor_scale:
         amax = _amaxes(source, spec, axis)
         whole = (torch.tensor(spec.fmt.tensor_lands_on, device=x.device) / amax).clamp(max=_MASK)
@@ -139,7 +136,10 @@ _MASK = torch.finfo(torch.float32).max
 
 
 def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
-    """Return the amax of each element's second scale, float32: of no dimension if the tensor has one scale."""
+    """Return the float32 amax from which each element's second scale is computed.
+
+    The result has no dimension if the tensor has a single second scale.
+    """
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         return recorded_amax(x, spec)

@@ -28,8 +28,8 @@ _LARGEST = torch.iinfo(torch.int64).max
 def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> Tensor:
     """Tally the blocks of a rounding: the BLOCK_FIELDS of `statistics`, without a copy to the host.
 
-    before, after: floating tensors of the same shape and device, with any strides; they are taken as float32.
-    cut: the cut with which it was rounded.
+    before, after: floating tensors of the same shape and device, with any strides; they are converted to float32.
+    cut: the cut of the rounding.
     Returns eight int64 on the same device.
     """
     x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
@@ -42,7 +42,7 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     choice = choose(x, spec, cut.axis, cut.across)
     rows = []
     for number, candidate in enumerate(spec.candidates):
-        # `own` holds zeros in the blocks that take another candidate: only the number of these blocks is counted.
+        # `own` is zero in the blocks that use another candidate, so that these blocks count only as zero blocks.
         own = torch.zeros_like(x)
         take(choice, number, x, own)
         rows.append(_of_one_rule(own, x, r, candidate, cut, spec.fmt))
@@ -83,7 +83,7 @@ def _of_one_rule(
 
 
 def joined(rows: Tensor) -> Tensor:
-    """Join several rows of BLOCK_FIELDS, (n, BLOCK_FIELDS), to one row."""
+    """Join several rows of BLOCK_FIELDS, (n, BLOCK_FIELDS), into one row."""
     total = rows.sum(0)
     total[SMALLEST_SCALE], total[LARGEST_SCALE] = rows[:, SMALLEST_SCALE].amin(), rows[:, LARGEST_SCALE].amax()
     return total
@@ -111,7 +111,7 @@ def _on_cuda(
 
 @cache
 def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
-    """Return the magnitudes below which an element is subnormal, and from which it and a scale saturate."""
+    """Return the bound of subnormal elements, and the magnitudes from which elements and scales saturate."""
     element = spec.fmt.element
     # The first limit is halfway between the smallest normal and the largest subnormal value, because elements are
     # multiplied by scales that round. Fixed point has no subnormals.

@@ -179,7 +179,7 @@ def decode(codes: Tensor | BlockCodes, fmt: str | Coded | None = None) -> Tensor
     return element_values(codes, f)
 
 
-NIBBLE = 4  # bits of a code, of which a byte holds two
+NIBBLE = 4  # bits of a code that is stored two in a byte
 _MASK = torch.finfo(torch.float32).max
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -300,11 +300,11 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
         found = found * second_of_each_element(second, f, x.shape, along).double()
     if f.gain != 1:
         found = found * f.gain
-    # Under a scale of 0, values do not show the elements: the kernel of a narrow scale multiplied by float32's largest
-    # number.
+    # Under a scale of 0, all values are 0 and do not show the elements. The elements are computed again as in the
+    # kernels: with a narrow scale, a kernel multiplies by float32's largest number.
     is_narrow = not f.has_power_scale and f.scale.mantissa_bits < BINARY32.mantissa_bits
     hidden = x.double() * (_MASK if is_narrow else 1.0)
-    # The zero of fixed point has no sign, but a negative element made a -0.
+    # The zero of fixed point has no sign: a -0 among the values comes from a negative element.
     if isinstance(f.element, FixedPoint):
         least = math.ldexp(1.0, -f.element.fraction_length)
         hidden = torch.where(rounded.signbit(), hidden.clamp(max=-least), hidden.clamp(min=0.0))
@@ -320,7 +320,7 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
 
 
 def decode_blocks(given: BlockCodes) -> Tensor:
-    """Return the float32 values, in the arithmetic of `round_to`: each product and quotient is rounded by itself."""
+    """Return the float32 values, in the arithmetic of `round_to`: each product and quotient is rounded separately."""
     for x in (given.codes, given.scales, given.tensor_scale):
         if x is not None and is_sample(x):
             raise under_transform("decode")
@@ -344,14 +344,14 @@ def decode_blocks(given: BlockCodes) -> Tensor:
 
 
 def _second_scales(x: Tensor, spec: BlockSpec, along: int) -> Tensor:
-    """Return the second scale of the tensor, or of its parts, from their amaxes: kernels.blocks.make_tensor_scale."""
+    """Return the second scale of the tensor, or of each part, as kernels.blocks.make_tensor_scale computes it."""
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         amax = recorded_amax(x, spec)
     else:
         amax = second_amaxes_along(x, f, block_plan(spec).parameters[blocks.COUNTED], along)
     top = float(torch.tensor(f.tensor_lands_on))
-    # This is rounded twice, but equals a quotient in float32: float64 has more than twice the bits.
+    # The quotient is rounded twice, but equals a quotient in float32, because float64 has more than twice as many bits.
     whole = (top / amax.double()).float().clamp(max=_MASK)
     infinite = math.nan if f.nonfinite == "nan" else 1.0
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, infinite))
@@ -449,9 +449,10 @@ def element_codes(x: Tensor, f: Coded, rounding: str = "nearest_even", overflow:
     if not f.has_nan and is_nan.any():
         raise ValueError(f"x holds NaN and {f} has no code for it. Expected: finite values; see torch.nan_to_num.")
     width = 64 if x.dtype is torch.float64 else 32
-    # This searches through the values, and does no arithmetic on the fields: it serves code books too.
+    # The codes are looked up in a table of all values, not computed from bit fields, so that code books work too.
     table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
-    # Patterns are compared, which no processor flushes to zero. As integers, those of negative numbers run backwards.
+    # Bit patterns are compared as integers, because no processor flushes integers to zero. The patterns of negative
+    # numbers run backwards.
     patterns = rounded.view(torch.int32 if width == 32 else torch.int64)
     ordered = (patterns ^ ((patterns >> (width - 1)) & torch.iinfo(patterns.dtype).max)).contiguous()
     result = codes[torch.searchsorted(table, ordered).clamp_(max=len(table) - 1)]
@@ -479,7 +480,7 @@ def codable(fmt: str | Coded) -> Coded:
     return f
 
 
-# These are arrays, not tensors: a cached tensor would keep the device or the tracer of the first call.
+# The cached tables are arrays, not tensors: a cached tensor would keep the device or the tracer of the first call.
 
 
 @cache

@@ -63,7 +63,7 @@ def require_no_axis(axis: object, fmt: object) -> None:
 
 
 class Cut(NamedTuple):
-    """A cut into blocks, and a scale that is given: arguments of `rounded_blocks`."""
+    """A cut into blocks, and a given scale or None: arguments of `rounded_blocks`."""
 
     axis: int = -1
     across: int | None = None
@@ -80,7 +80,7 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
     r, c = tile
     if c == 0 and r == 0:
         return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
-    # A row without elements is cut into blocks of length one, of which it has none: this avoids a division by zero.
+    # For a row without elements the block length is one, which avoids a division by zero; the row has no blocks.
     c = c or max(shape[axis] if shape else 1, 1)
     sizes = list(shape) or [1]
     if r == 1:
@@ -110,7 +110,7 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
 
 
 def runs_elsewhere(f: BlockFormat, x: Tensor, axis: int) -> bool:
-    """Return whether a tensor is moved before the cut: blocks with a second scale must be contiguous in memory."""
+    """Return whether `axis` has to be moved last before the cut, since parts with a second scale must be contiguous."""
     rank = x.dim()
     if isinstance(f.tensor_scale, bool) or type(axis) is not int or not -rank <= axis < rank:
         # An invalid axis is refused when the tensor is cut.
@@ -133,7 +133,7 @@ def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
 
 
 def second_amaxes_along(x: Tensor, f: BlockFormat, counted: int, axis: int) -> Tensor:
-    """Return the amaxes of `second_amaxes` for any float32 in blocks along `axis`: a float32 for each part along it."""
+    """Return the amaxes that determine second scales, as float32: one for each part of `x` along `axis`."""
     if not x.dim():
         return second_amaxes(x, f, counted).view(torch.float32).view(())
     moved = x.movedim(axis, -1).contiguous()
@@ -156,7 +156,7 @@ def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int
 
 
 def second_of_each_element(second: Tensor, f: BlockFormat, shape: torch.Size, axis: int) -> Tensor:
-    """Expand second scales, or their amaxes, to the elements: the parts of a tensor lie along `axis`."""
+    """Expand second scales, or their amaxes, from the parts of a tensor along `axis` to its elements."""
     if isinstance(f.tensor_scale, bool) or not shape:
         return second
     along = axis % len(shape)

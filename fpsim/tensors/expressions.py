@@ -1,9 +1,9 @@
 """Rounding as expressions over bit patterns, which a compiler fuses with the code that computes the numbers.
 
-The kernels are opaque to a compiler. Here the same integer steps are written over whole tensors of bit patterns, once
-for both torch and inductor, whose operations have torch's names. `tests/fpsim/tensors/test_expressions.py` compares
-them with the kernels bit for bit. Roundings without an expression stay with the kernels, as an operator that is not
-fused.
+The kernels are opaque to a compiler. This module writes the same integer steps over whole tensors of bit patterns. The
+same code serves torch and inductor, whose operations have torch's names. `tests/fpsim/tensors/test_expressions.py`
+compares its results with the kernels bit for bit. Roundings without an expression are computed by the kernels, in an
+operator that is not fused.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ class Patterns:
         """Return the rounded patterns.
 
         u: the patterns. noise: as many random patterns for a stochastic rule, else None.
-        rule, shape, numbers: those of a Plan of 32 bits.
+        rule, shape, numbers: the fields of a Plan of 32 bits.
         masks: a magnitude that stays as it is (0 for none), and whether minus infinity stays.
         """
         m, c = self.m, self.constant
         n = Numbers._make(map(_signed, numbers))
         magnitude = u & c(~_SIGN)
         negative = u < c(0)
-        # No sum overflows int32, except for that of a NaN, which is put back below.
+        # With this limit, no sum overflows int32. A NaN becomes infinity here, and is put back below.
         a = m.minimum(magnitude, c(_INFINITY))
         if draws_noise(rule):
             noise = self._drawn(noise, rule, n.used)
-        # The usual rounding has a shorter way for subnormals than `_grid`, which computes with a spacing for each
+        # Rounding to nearest even has a faster path for subnormals than `_grid`, which computes the spacing of each
         # element.
         if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
             subnormal = a < c(n.origin + (n.ulp_shift << 23))
@@ -165,9 +165,9 @@ class Patterns:
         return (a + added) & c(-ulp)
 
     def _subnormal_nearest(self, a: Any, smallest: int) -> Any:
-        """Round to multiples of `smallest`: a sum with 2^23 times it has no finer digits, and ties go to even."""
-        # The float32 unit rounds here, and no compiler changes that: a multiply-add needs a product, and a float32
-        # subnormal that is flushed to zero would become zero anyway.
+        """Round to multiples of `smallest`, ties to even: add and subtract 2^23 * `smallest`, which has this ulp."""
+        # The float32 addition of the processor rounds here. No compiler can fuse it, because a multiply-add needs a
+        # product. A float32 subnormal that is flushed to zero would become zero anyway.
         shifter = self.as_float(self.constant(smallest + (23 << 23)))
         return self.as_bits((self.as_float(a) + shifter) - shifter)
 
@@ -190,8 +190,8 @@ class Patterns:
         significand = (a & c(_FRACTION)) | c(_IMPLICIT)
         discarded = c(31) - m.bitwise_right_shift(a - c(n.origin), c(23))
         discarded = m.maximum(discarded, c(31 - n.ulp_shift))
-        # The spacing is clamped to one bit above the significand and a zero above that: smaller magnitudes have the
-        # same result.
+        # The spacing is limited to two bits above the significand's top bit: smaller magnitudes, whose spacing would be
+        # larger, have the same result.
         ulp = m.bitwise_left_shift(c(1), m.minimum(discarded, c(25)))
         odd = self._differ(significand & ulp, c(0))
         if rule in CARRYING:
@@ -202,7 +202,7 @@ class Patterns:
             left = m.minimum(m.maximum(c(32) - discarded, c(0)), c(31))
             right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
             fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
-            # In the other variants, the bits cut off from the fraction decide ties.
+            # In variants other than A, the bits cut off from the fraction decide ties.
             if rule != STOCHASTIC:
                 left_over = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right)
                 cut = m.logical_and(self._differ(left_over, significand), self._differ(a, c(0)))
@@ -268,10 +268,10 @@ def _in_inductor(ops: Any, dtype: torch.dtype, x: Any, noise: Any, *words: Any) 
     return out if dtype is torch.float32 else ops.to_dtype(out, dtype, src_dtype=torch.float32)
 
 
-# Rounding to float16 to nearest is a cast there and back: two instructions for eight numbers, where the steps above
-# take twenty and pass through memory twice. Measured on one thread of an EPYC: 0.25 instead of 0.80 ns a number, and a
-# step of a GPT-2 takes 0.88 of the time. bfloat16 has no such gain: without an instruction of its own, a cast takes as
-# many steps (0.52 and 0.61 ns), and no model's step was faster.
+# Rounding to the nearest float16 value is a cast to float16 and back. The casts take two instructions for eight
+# numbers; the steps above take twenty, and pass through memory twice. Measured on one thread of an EPYC, the casts take
+# 0.25 ns a number instead of 0.80 ns, and a step of a GPT-2 takes 0.88 of the time. bfloat16 has no such gain: there is
+# no instruction for its cast, which takes as many steps (0.52 and 0.61 ns), and no model's step was faster.
 
 _library.define("round_by_cast(Tensor x, ScalarType narrow, float limit, int version) -> Tensor")
 
@@ -286,7 +286,7 @@ torch.library.register_fake("fpsim::round_by_cast", _fake, lib=_library)
 
 def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype, limit: float, version: int) -> Any:
     is_number = ops.lt(ops.abs(x), ops.constant(limit, dtype))
-    # This is a value of its own, which nothing else casts: if the program casts x elsewhere, inductor replaces the cast
+    # `own` is a separate value, which nothing else casts: if the program casts x elsewhere, inductor replaces the cast
     # back by x. use_compute_types=True would let inductor compute in float32 instead of `narrow`, and drop both casts.
     own = ops.where(is_number, x, ops.constant(0.0, dtype))
     cast = ops.to_dtype(own, narrow, src_dtype=dtype, use_compute_types=False)
@@ -294,7 +294,7 @@ def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype,
 
 
 def _is_a_cast(x: Tensor, spec: RoundingSpec) -> bool:
-    """Return whether a cast to float16 has the same bits, except for masks and for the payload of NaN."""
+    """Return whether a cast to float16 gives the bits of the rounding, except for masks and for the payload of NaN."""
     # A card is excluded: memory bounds the time of a rounding there, and Triton's code for two casts was not examined.
     is_native = spec.dtype is torch.float16 and spec.rounding == "nearest_even" and spec.overflow == "inf"
     return is_native and x.dtype is torch.float32 and x.device.type == "cpu"
@@ -310,7 +310,8 @@ def _round_by_cast(x: Tensor, keep_masks: bool) -> Tensor:
 @cache
 def _version() -> int:
     """Return a digest of this file and of `core`, which defines the integers that the operators take."""
-    # It is an argument of each operator, because compilers cache programs by an operator's arguments, not by its code.
+    # The digest is an argument of each operator, because compilers cache programs by an operator's arguments, not by
+    # its code.
     return zlib.crc32(Path(__file__).read_bytes() + Path(core.__file__).read_bytes())
 
 
@@ -361,10 +362,11 @@ def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: b
 
 
 def round_here_(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> None:
-    """Round the memory of `x` as `launch.round_memory_` does, under a compiler's tracing too."""
+    """Round the memory of `x` as `launch.round_memory_` does, also while a compiler traces."""
     if not is_traced(x):
         round_memory_(x, spec, keep_masks=keep_masks, keep_infinity=keep_infinity)
         return
-    # This writes to the memory of `x`, so that a tensor in which autograd saved it has the rounded values too.
+    # The copy writes to the memory of `x`, so that a tensor that autograd saved, and that shares this memory, has the
+    # rounded values too.
     with torch.no_grad():
         x.data.copy_(round_traced(x.detach(), spec, keep_masks, keep_infinity))

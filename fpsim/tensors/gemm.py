@@ -29,7 +29,8 @@ __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
 # For fewer terms than this, a second thread costs more than it saves: 30 us for the hand-over, about 1 ns a term.
 PARALLEL_FROM = 1 << 17
-# A number of columns. A narrower product of more rows than columns is computed as its transpose, on whole vectors.
+# A product with fewer columns than this, and with more rows than columns, is computed as its transpose, so that vectors
+# are full.
 NARROW = 32
 
 
@@ -69,7 +70,10 @@ class Summation:
 
 
 def _noise(accumulator: Accumulator, fmt: FloatFormat | None, rounding: str) -> tuple[int | None, int, str]:
-    """Return random bits, width and variant of a Plan. fmt: a sum's, which limits the bits; None for products."""
+    """Return random bits, width and variant of a Plan.
+
+    fmt: the format of a sum, which limits the number of random bits; None for products.
+    """
     if rounding != "stochastic":
         return None, 64, "A"
     bits = accumulator.random_bits if fmt is None else accumulator.random_bits_of(fmt)
@@ -86,7 +90,7 @@ def accumulate(
 
     a, b: (batch, rows, terms) and (batch, terms, columns), float32 on one device, of any strides.
     bias: (batch, rows, columns), of any strides, or None. It is added last: see `matmul`.
-    key: the key of the noise of stochastic roundings, on the CPU; None draws one.
+    key: the key of the noise of stochastic roundings, on the CPU; None draws a new key.
     Returns (batch, rows, columns) in float32, contiguous.
     """
     a, b, bias = a.detach(), b.detach(), None if bias is None else bias.detach()
@@ -103,7 +107,8 @@ def accumulate(
     if out.numel() == 0:
         return out
     target, ends = out, summation.ends
-    # Multiplication commutes: the wider operand goes along the vectors.
+    # The product may be computed as its transpose, because multiplication commutes: the longer side goes along the
+    # vectors.
     if n < NARROW and m > n:
         a, b, bias, target, m, n = b.mT, a.mT, None if bias is None else bias.mT, out.mT, n, m
         ends = summation.turned_ends
@@ -123,7 +128,7 @@ def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | No
     ranks = accumulator.splits or 1
     pairs = [*zip(a.chunk(ranks, 2), b.chunk(ranks, 1), strict=True)]
     parts = [
-        # Each rank has a key of its own: otherwise the same elements of all parts would share their noise.
+        # Each rank has another key: otherwise the same elements of all parts would share their noise.
         rounded(accumulate(*pair, inner, None, None if key is None else key + rank), spec)
         for rank, pair in enumerate(pairs)
     ]
@@ -241,13 +246,16 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
 
 @constant_under_compile
 def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
-    """Return constants: an accumulator's text for the operator, whether it is torch's, and whether it draws noise."""
+    """Return constants: an accumulator's text for the operator, whether it is torch's own, whether it draws noise."""
     return _words_of(as_accumulator(accumulator))
 
 
 @constant_under_compile
 def _gradient_words(accumulator: str) -> tuple[str, str]:
-    """Return the accumulators' texts for the gradients of a and b. There dy replaces an operand, and has no format."""
+    """Return the texts of the accumulators of the gradients of a and b.
+
+    In each of these products, dy replaces an operand, and the format of dy is unknown.
+    """
     return _of_gradients(accumulator)
 
 
@@ -313,11 +321,11 @@ def matmul(
     if is_torch:
         return torch.matmul(a, b) if bias is None else torch.matmul(a, b) + bias
     _refuse_forward_mode(a, b, bias)
-    # Values are looked at only where they exist: a trace has none, and in a capture the look would synchronise.
+    # Values are checked only where they exist: a trace has no values, and a check in a capture would synchronise.
     if is_plain(a) and is_plain(b) and not is_captured(a):
         _require_operands(a, b, as_accumulator(accumulator))
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    # There is one matrix for the whole batch: the batch becomes rows.
+    # If b is one matrix for the whole batch, the batch becomes rows.
     if right.ndim == 2:
         batches, m = 1, math.prod(batch) * m
     else:
@@ -329,9 +337,10 @@ def matmul(
 
 
 def _require_operands(a: Tensor, b: Tensor, accumulator: Accumulator) -> None:
-    """Raise ValueError for numbers between an operand format's subnormals: their exponents would be taken as too large.
+    """Raise ValueError for numbers between the subnormals of an operand's format, which would count with too large
+    exponents.
 
-    Larger numbers that are not rounded are accepted, because they count with their own exponents.
+    Larger numbers that are not rounded are accepted, because each counts with the exponent of its leading bit.
     """
     for name, x, fmt in zip("ab", (a, b), accumulator.operand_formats, strict=True):
         if fmt is None:
@@ -376,7 +385,7 @@ def _batch_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 
 def _refuse_forward_mode(*operands: Tensor | None) -> None:
-    """Refuse forward mode: the operator has no rule for it, and torch would take its tangent as zero."""
+    """Raise NotImplementedError in forward mode, for which the operator has no rule: torch would use a zero tangent."""
     if torch.compiler.is_compiling():
         require_no_forward_mode("matmul")
         return

@@ -133,7 +133,7 @@ def _require_key(key: Any) -> None:
 def apply_hadamard_operator(
     x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False
 ) -> Tensor:
-    """Transform by the operator. `axis` counts from 0."""
+    """Transform `x` with the operator. axis: counted from 0."""
     require_no_forward_mode("A Hadamard transform")
     return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, is_inverse, key)  # type: ignore[no-any-return]
 
@@ -150,7 +150,7 @@ def require_groups(transform: Hadamard, length: int, where: str) -> None:
 
 
 def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
-    """Pad an axis of `x` at its end with zeros to a whole number of groups; returns `x` itself if it is one already.
+    """Pad an axis of `x` with zeros at its end to a whole number of groups; return `x` itself if nothing is missing.
 
     If two operands are padded along the axis that their product sums over, the product stays the same.
     """
@@ -163,18 +163,21 @@ def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
 
 
 def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False) -> Tensor:
-    """Transform a plain tensor, below autograd, with its strides if it has no holes. `axis` counts from 0."""
+    """Return the transform of a plain tensor, below autograd. The result has the strides of `x` if `x` has no holes.
+
+    axis: counted from 0.
+    """
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
         return transformed(x.float(), transform, axis, key, is_inverse).to(x.dtype)
     x = x.detach()
     out = torch.empty_like(x)
-    # Memory with holes cannot be seen as (groups, size, inner): a copy is transformed in place.
+    # Memory with holes cannot be viewed as (groups, size, inner): a copy is transformed in place.
     if not has_no_holes(x):
         x = out.copy_(x)
     lines = x.numel() // transform.size
     if lines == 0:
         return out
-    # This goes by strides, not by the order of dimensions: `inner` counts the elements between neighbours of a group.
+    # Dimensions are sorted by stride: `inner` is the distance in memory, in elements, between neighbours of a group.
     behind = sorted(range(x.dim()), key=x.stride, reverse=True)
     behind = behind[behind.index(axis) + 1 :]
     inner = int(np.prod([x.shape[d] for d in behind], dtype=np.int64))
@@ -245,7 +248,7 @@ _hadamard_op.register_autograd(_backward, setup_context=_setup)
 
 
 class _Transformed(PlainFunction):
-    """The operator under torch.func transforms. It is linear, so that a forward-mode tangent is transformed too."""
+    """The operator under torch.func transforms. As the map is linear, forward-mode tangents are transformed too."""
 
     generate_vmap_rule = True
 

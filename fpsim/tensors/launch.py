@@ -71,14 +71,14 @@ def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kerne
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
     """Return the patterns that stand for a mask in tensors of this dtype, in a container of `width` bits.
 
-    Models write `torch.finfo(x.dtype).min` or -inf at positions that attention has to ignore. In a container, these are
-    not numbers of the computation: a format with less range must neither turn them into inf nor saturate them to a
+    Models write `torch.finfo(x.dtype).min` or -inf at positions that attention has to ignore. These values are not
+    numbers of the computation: a format with less range must neither turn them into inf nor saturate them to a
     number that attention would see.
 
     keep_infinity: whether -inf is a mask, and was not computed from numbers.
     """
     if dtype is not torch.float32 and dtype is not torch.float64:
-        # The dtype is real, not emulated: the model asked for its range.
+        # A 16-bit dtype is real, not emulated: the model chose its range.
         return NO_MASKS
     container = BINARY32 if width == 32 else BINARY64
     return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
@@ -95,7 +95,7 @@ def _kernel_and_container(
     width = container_width(spec, dtype)
     masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks and width else NO_MASKS
     kernel = kernel_for(spec, width, masks) if width else None
-    # This uses `setdefault`: two threads may come here at once, and both must get the same kernel.
+    # Two threads may come here at once: with `setdefault`, both get the same kernel.
     return _known.setdefault(key, (kernel, CONTAINERS.get(width, dtype)))
 
 
@@ -130,9 +130,10 @@ def thread_pool() -> _Pool:
 def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
     """Run one thread's part.
 
-    kept_alive: the tensors whose memory must stay. Ctrl-C in the caller must not free memory that a thread writes to.
+    kept_alive: the tensors whose memory must stay allocated: Ctrl-C in the caller must not free memory that a thread
+        writes to.
     """
-    # If this is false, the caller has cancelled the part, and runs it.
+    # False means that the caller has cancelled the part, and runs it itself.
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -142,7 +143,7 @@ def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_
 
 
 def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
-    # The future is our own: if a thread cannot be started, submit raises although it may have queued the part.
+    # The future is made here, not by `submit`: if no thread can start, `submit` raises, but may have queued the part.
     future: Future[Any] = Future()
     # `submit` raises RuntimeError at the interpreter's end, or at a limit of threads: the part stays with the caller.
     with suppress(RuntimeError):
@@ -151,7 +152,7 @@ def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Futur
 
 
 def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
-    """Round the memory of `src` into that of `dst`, which has the same dtype, device and order; both have no holes."""
+    """Round the memory of `src` into the memory of `dst`. Both have the same dtype, device and order, and no holes."""
     n = src.numel()
     # An address on another device would crash the process.
     if log2_scale is not None and log2_scale.device != src.device:
@@ -161,7 +162,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
-    # `data_ptr` is called once for an in-place rounding, because small tensors feel every call.
+    # `data_ptr` is called once for an in-place rounding, because each call takes time that counts for small tensors.
     source = target = src.data_ptr()
     if dst is not src:
         target = dst.data_ptr()
@@ -198,7 +199,7 @@ def rounded_number(x: float, spec: RoundingSpec) -> float:
 
 
 def parts_of(n: int) -> list[tuple[int, int]]:
-    """Return where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
+    """Return the first element, a multiple of NOISE_BLOCK, and the length of each thread's part of `n` elements."""
     threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
     # Parts are whole blocks of noise, so that random bits do not depend on the number of threads.
     per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
@@ -206,9 +207,9 @@ def parts_of(n: int) -> list[tuple[int, int]]:
 
 
 def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
-    """Call a compiled loop for each part and return the results: the first part here, the others in the pool.
+    """Call a compiled loop for each part, the first part in this thread and the others in the pool; return the results.
 
-    A part that no thread has begun by the time the first part ends runs here too.
+    A part that no thread has begun when the first part ends runs in this thread too.
     """
     others = [_hand_over(loop, part, *kept_alive) for part in parts[1:]]
     results = [loop(*parts[0])]
@@ -233,7 +234,7 @@ def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float
 
 
 def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
-    """Return a noise key as a kernel takes it: its address on the card, whether there is one, else its 64 bits."""
+    """Return a kernel's arguments for a noise key: (address, 1, 0) for a key on a card, else (0, 0, the 64 bits)."""
     if key is None:
         return 0, 0, 0
     return (address_of(key), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
@@ -243,10 +244,10 @@ _tables: dict[tuple[int, int], Tensor] = {}  # tables of code books, by the addr
 
 
 def on_card(shape: int, parameters: tuple[int, ...], x: Tensor, places: tuple[int, ...] = (0,)) -> tuple[int, ...]:
-    """Return a plan's integers with the address of its code book's table, if any, on the card of `x`.
+    """Return a plan's integers; for a code book, with the address of the book's table on the card of `x`.
 
-    shape: the shape of the Plan. places: where the Numbers of a Plan begin in `parameters`. Raises RuntimeError if the
-        table would have to be copied while a CUDA graph is captured.
+    shape: the shape of the Plan. places: the indices in `parameters` at which the Numbers of a Plan begin. Raises
+        RuntimeError if the table would have to be copied while a CUDA graph is captured.
     """
     if shape not in (BOOK, SEARCHED_BOOK):
         return parameters
@@ -278,7 +279,7 @@ def _copied(address: int, x: Tensor) -> Tensor:
 def launch_on_card(
     src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
 ) -> None:
-    """Do `launch` on a card. Nothing is allocated there, and only memory of the arguments is read."""
+    """Launch a kernel on a card, as `launch` does, without allocating, and reading only the memory of the arguments."""
     if n == 0:
         return
     source, target = address_of(src), address_of(dst)
@@ -289,7 +290,7 @@ def launch_on_card(
     if key is not None:
         key_address, has_address, word = key_arguments(key)
         flags |= HAS_KEY * has_address
-    # Both tensors are seen as flat memory, whatever their strides: they have the same strides.
+    # Both tensors are treated as flat memory, because they have the same strides.
     loop, per_block, numbers = kernel.on_card
     parameters = on_card(kernel.plan.shape, numbers, src)
     words = (source, target, scale, key_address, n, flags, word, *parameters)
@@ -306,12 +307,12 @@ def round_memory_(
 ) -> None:
     """Round the memory of `x` in place, below autograd and without a bump of its version counter.
 
-    key: the key of the noise; None draws one.
+    key: the key of the noise; None draws a new key.
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: the result is round(x * 2**log2_scale) /
         2**log2_scale.
     keep_masks: whether masks stay as they are. keep_infinity: whether -inf is such a mask: see masks_of.
     """
-    # Kernels are looked up by the text of the spec, because a string keeps its hash.
+    # Kernels are looked up by the text of the spec, because a string caches its hash.
     known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None or x.numel() == 0:
@@ -332,7 +333,7 @@ def round_memory_(
 def rounds_in_place(spec: RoundingSpec, keep_infinity: bool) -> Callable[[Tensor, int], None]:
     """Return `round_memory_` with masks, specialised to one spec, for callers that round many small results.
 
-    It takes a float32 tensor on the CPU, and the address of its memory.
+    The returned function takes a float32 tensor on the CPU, and the address of its memory.
     """
     kernel, container = _kernel_and_container(spec, torch.float32, True, keep_infinity)
 
@@ -362,11 +363,11 @@ def _each_once(x: Tensor) -> Tensor:
 
 
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
-    """Do `round_memory_` and return the largest magnitude, found in the same pass; inf if an element is not finite.
+    """Round as `round_memory_` does, and return the largest magnitude from the same pass; inf if one is not finite.
 
-    Elements above `ceiling` stay as they are. If there is one, the caller has to round all elements at another scale.
+    Elements above `ceiling` stay as they are. If there are any, the caller has to round all elements at another scale.
     The function returns None, and does nothing, on a card, for another dtype than the container's, and for tensors with
-    holes, because no loop does it there.
+    holes, because these cases have no loop.
     """
     n, width = x.numel(), container_width(spec, x.dtype)
     is_stochastic = spec.rounding == "stochastic"
@@ -392,7 +393,10 @@ def rounded(
     keep_masks: bool = False,
     keep_infinity: bool = True,
 ) -> Tensor:
-    """Return a rounded copy of `x` with its dtype and, without holes, its strides. Arguments as in round_memory_."""
+    """Return a rounded copy of `x` with its dtype, and with its strides if it has no holes.
+
+    The arguments are those of `round_memory_`.
+    """
     known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None:
@@ -419,7 +423,7 @@ def _wider_copy(x: Tensor, container: torch.dtype) -> Tensor:
 
 
 def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rounded numbers of a float64 container as float32, if they become a `dtype` that float32 holds."""
+    """Return the numbers of a float64 container on the CPU as float32, for a narrower `dtype`; else return `x`."""
     if not x.is_cpu or x.dtype is not torch.float64 or dtype is torch.float64:
         return x
     out = torch.empty_like(x, dtype=torch.float32)

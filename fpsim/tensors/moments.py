@@ -40,7 +40,7 @@ PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # the key says whether only ama
 
 
 def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
-    """Join the moments of a tensor's parts, in Python over the memory. On a card the last block joins them."""
+    """Join the moments of a tensor's parts on the CPU, in Python. On a card, the kernel's last block joins them."""
     # Sums are added, not means, because parts differ in length.
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
@@ -70,7 +70,7 @@ def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tens
     """Return the `Moments` of `x` as ten float64 on its device, from one pass; nothing is copied to the host.
 
     x: a tensor of any shape and strides, on the CPU or a CUDA device.
-    logs: whether to compute the moments of log|x| too, at thirty times the price on the CPU.
+    logs: whether to compute the moments of log|x| too, which takes thirty times as long on the CPU.
     out: the tensor to write to.
 
     A CPU that flushes subnormals (torch.set_flush_denormal) may count float64's subnormals as zeros in the sums.
@@ -179,7 +179,8 @@ def keep_memory_of(x: Tensor) -> Tensor:
     return x
 
 
-# This is only for the CPU: a tensor on a card would be filled on the stream of the first call, and read on others.
+# Flags are cached only on the CPU: a flag on a card would be filled on the stream of the first call, and read on
+# others.
 _FLAGS = [keep_memory_of(torch.full((1,), flag, dtype=torch.int64, device="cpu")) for flag in range(2)]
 
 
@@ -191,11 +192,11 @@ def _flag_on(device: torch.device, flag: bool) -> Tensor:
 
 
 def on_device(function: Any, *arrays: Tensor) -> None:
-    """Run a scalar function over small contiguous tensors of one device, on that device: it changes them in place.
+    """Run a scalar function on the device of some small contiguous tensors, which the function changes in place.
 
     On the CPU the function is called with the memory of the tensors. On a CUDA device it runs as a kernel of one
-    thread. It may index its arguments and compute with numbers, `math` and other such functions, as far as Numba
-    compiles these for CUDA.
+    thread. The function may index its arguments and compute with numbers, `math` and other such functions, as far as
+    Numba compiles these for CUDA.
     """
     device = arrays[0].device
     if device.type == "cpu":

@@ -15,12 +15,12 @@ from fpsim.border import require_seed
 from fpsim.undoing import Block, Undo
 
 # Noise keys. By default they are drawn from torch's own CPU generator, so that torch.manual_seed, fork_rng,
-# get_rng_state and activation checkpointing reach the noise as they reach dropout.
+# get_rng_state and activation checkpointing affect the noise as they affect dropout.
 _generator: torch.Generator | None = None
 
 
 class _Block:
-    """A block of `noise_of_torch`, and the thread that is in it."""
+    """A block of `noise_of_torch`, and the thread that entered it."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -30,14 +30,14 @@ _inside: list[_Block] = []
 
 
 class _Source:
-    """The stream from which a block draws; None is torch's."""
+    """The stream from which a block draws keys; None stands for torch's stream."""
 
     def __init__(self, stream: torch.Generator | None) -> None:
         self.stream = stream
 
 
 class _Here(threading.local):
-    """Streams of the blocks in which this thread is; the innermost comes last."""
+    """Streams of the blocks that this thread has entered; the innermost is last."""
 
     def __init__(self) -> None:
         self.streams: list[_Source] = []
@@ -53,7 +53,7 @@ def manual_seed(seed: int | None) -> None:
     `torch.compile` always follows `torch.manual_seed`, and so do CUDA graphs.
 
     A forked process goes on with a copy of the stream, so that two forked processes draw equal noise, as they do from
-    torch's stream. DataLoader seeds each of its workers for torch's stream, and does not know about this one: give it
+    torch's stream. DataLoader seeds each of its workers for torch's stream only: for this stream, give it
     `worker_init_fn=lambda worker: fpsim.manual_seed(torch.initial_seed())`. A spawned process follows torch.
 
     Args:
@@ -83,7 +83,7 @@ def noise_of_torch() -> AbstractContextManager[None]:
 
 def _follow_torch(undo: Undo) -> None:
     block, source, before = _Block(), _Source(None), _generator
-    # This is registered before the block is entered, so that an interrupt in between leaves nothing behind.
+    # The undo is registered before the block is entered, so that an interrupt in between leaves nothing behind.
     undo.by(partial(_leave, block, source, before))
     _inside.append(block)
     _here.streams.append(source)
@@ -101,13 +101,13 @@ def _forget(entries: list[Any], entry: object) -> None:
         entries.remove(entry)
 
 
-# A forked process has only this thread: the blocks of other threads would never be left in it.
+# A forked process has only the thread that forked. In this process, the blocks of other threads would never be left.
 def _forget_other_threads() -> None:
     thread = threading.get_ident()
     _inside[:] = [block for block in _inside if block.thread == thread]
 
 
-# This does not exist on Windows, where nothing forks.
+# `register_at_fork` does not exist on Windows, where nothing forks.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_other_threads)
 
@@ -126,7 +126,7 @@ def noise_state() -> Tensor | None:
 
 
 def replayed_noise(state: Tensor | None) -> AbstractContextManager[None]:
-    """Let this thread draw the keys from `state` on again; the stream of `manual_seed` stays where it is.
+    """Let this thread draw again the keys that follow `state`; the stream of `manual_seed` does not advance.
 
     state: a result of `noise_state`; None draws from torch's stream, which the caller has to replay.
     """
@@ -134,7 +134,7 @@ def replayed_noise(state: Tensor | None) -> AbstractContextManager[None]:
 
 
 def replay_noise(state: Tensor | None, undo: Undo) -> None:
-    """Do the same as `replayed_noise`, until it is undone."""
+    """Let this thread draw again the keys that follow `state`, until `undo` ends it; see `replayed_noise`."""
     stream = None
     if state is not None:
         stream = torch.Generator()
@@ -165,12 +165,12 @@ def seed_here(undo: Undo, seed: int, noise: int) -> None:
 
 
 def new_key() -> Tensor:
-    """Draw the 64 bits that identify one call, on the CPU."""
+    """Draw a key on the CPU: the 64 bits that identify one call."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_stream())
 
 
 def is_captured(x: Tensor) -> bool:
-    """Return whether operations on `x` are being captured for a CUDA graph, on the current stream of its own device."""
+    """Return whether operations on `x` are being captured for a CUDA graph, on the current stream of its device."""
     if not x.is_cuda:
         return False
     if x.get_device() == torch.cuda.current_device():
@@ -192,7 +192,7 @@ def new_key_for(x: Tensor) -> Tensor:
 
 
 def new_traceable_key(x: Tensor) -> Tensor:
-    """Return a key as `new_key_for` does, with an operation that returns a tensor, as tracers and transforms need."""
+    """Return a key as `new_key_for` does, by an operation that is not in place, as tracers and transforms need."""
     if not torch.compiler.is_compiling() and is_captured(x):
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=x.device)
     # Compiled code always follows torch.manual_seed, whatever stream was chosen.
@@ -202,5 +202,5 @@ def new_traceable_key(x: Tensor) -> Tensor:
 
 
 def new_compiled_key() -> Tensor:
-    """Return a key of a compiled program on the CPU, by the operation of `new_key`, which compilers leave to torch."""
+    """Return a CPU key inside a compiled program, by the operation of `new_key`, which compilers leave to torch."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_()

@@ -36,7 +36,7 @@ __all__ = ["Rounder", "round_to", "round_to_"]
 
 
 def _require_out(out: Any, x: Any) -> None:
-    """Raise ValueError if `out` does not fit `x`: two tensors, or two arrays."""
+    """Raise ValueError if `out` does not fit `x`; both are tensors, or both are arrays."""
     library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
         # The device is None for arrays, because arrays of NumPy 1 have no device.
@@ -159,7 +159,7 @@ def _round_by_operator(x: Tensor, fmt: Any, words: tuple[Any, ...], axis: Any) -
 
 
 def _round_numbers(x: Any, spec: RoundingSpec, out: Any) -> Any:
-    """Round each number by itself."""
+    """Round each number separately, without shared scales."""
     if isinstance(x, np.ndarray):
         return _round_ndarray(x, spec, out)
     require_floating(x)
@@ -201,7 +201,7 @@ def _holds_blocks(dtype: torch.dtype, fmt: Any) -> bool:
 
 @cache
 def _names_blocks(name: str) -> bool:
-    """Return whether this is the name of a block format. False for an unknown name, for which other code raises."""
+    """Return whether `name` is the name of a block format; False for an unknown name, for which other code raises."""
     try:
         return isinstance(as_format(name), BlockFormat)
     except ValueError:
@@ -209,7 +209,7 @@ def _names_blocks(name: str) -> bool:
 
 
 def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int] | None, is_usual: bool) -> Any:
-    """Round blocks that share scales. is_usual: as `round_to` found it."""
+    """Round blocks that share scales. is_usual: the value that `round_to` computed."""
     along, across = (-1, None) if axis is None else axis_pair(axis)
     if isinstance(x, np.ndarray):
         return _round_blocks_of_ndarray(x, spec, out, along, across)
@@ -242,7 +242,7 @@ def _round_blocks_of_ndarray(
 
 
 def _written(rounded: np.ndarray[Any, Any], x: np.ndarray[Any, Any], out: Any) -> np.ndarray[Any, Any]:
-    """Write the rounded numbers of `x` to `out`, and return it."""
+    """Write the rounded numbers of `x` to `out`, and return `out`."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
     require_no_mask(out, "out")
@@ -292,7 +292,7 @@ def round_to_(
     if not is_plain(x):
         return x.copy_(round_differentiably(x, spec))
     round_memory_(x, spec)
-    # The kernel wrote below autograd: without this, a backward pass would not notice that a saved tensor has changed.
+    # The kernel wrote below autograd: without a new version, a backward pass would not notice a changed saved tensor.
     torch.autograd.graph.increment_version(x)
     return x
 
@@ -330,13 +330,13 @@ class Rounder(nn.Module):
     ) -> None:
         super().__init__()
         backward_rounding = rounding if backward_rounding is None else backward_rounding
-        # Arguments without a format are checked against one that has inf and NaN.
+        # The arguments of a side without a format are checked against e5m2, which has inf and NaN.
         onward = rounding_spec("e5m2" if forward is None else forward, rounding, overflow)
         back = rounding_spec("e5m2" if backward is None else backward, backward_rounding, backward_overflow)
         if random_bits is not None or variant != "A":
             used = [spec for fmt, spec in ((forward, onward), (backward, back)) if fmt is not None] or [onward]
             first = next((spec for spec in used if spec.rounding == "stochastic"), used[0])
-            # This refuses random bits and a variant that no rounding uses.
+            # `rounding_spec` refuses random bits and a variant that no rounding uses.
             rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)
             onward, back = (
                 rounding_spec(spec.fmt, spec.rounding, spec.overflow, random_bits, variant)

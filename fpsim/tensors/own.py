@@ -28,7 +28,7 @@ def own_spec(fmt: OwnFormat) -> RoundingSpec:
 def rounded_by_function(
     x: Tensor, fmt: OwnFormat, axis: int, site: str, clips: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the function to an operand; returns the result and, if it clips, a mask of where the gradient passes.
+    """Return an operand rounded by the function and, if it clips, a mask of the elements whose gradient passes.
 
     x: a float32, or a float64 of a float64 model, which the function receives as float32.
     axis: the axis that the product sums over, 0 or more.
@@ -41,7 +41,7 @@ def rounded_by_function(
     if is_traced(x):
         rounded, passes = torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site, clips)
         return rounded, passes if clips else None
-    # The modes around are off: the function replaces a rounding, and its own operations are not emulated.
+    # Enclosing torch modes are off: the function replaces a rounding, and the operations inside it are not emulated.
     with torch.no_grad(), without_torch_function():
         kept = x.detach().to(torch.float32)
         # The function gets a copy, because it may write in place.

@@ -39,7 +39,7 @@ def _tree(parts: Sequence[Tensor], add: Add, _: int) -> Tensor:
 
 
 def _ring(parts: Sequence[Tensor], add: Add, size: int) -> Tensor:
-    """Add chunk c of the flat tensor from rank c - 1 downwards, as gloo's all_reduce was measured to do."""
+    """Add up chunk c of the flat tensor from rank c - 1 downwards, as measured with gloo's all_reduce."""
     ranks, count, shape = len(parts), parts[0].numel(), parts[0].shape
     # A chunk is a whole number of segments: its length decides at which rank the sum of an element begins.
     segments = max(SEGMENTS, -(-count * size // (ranks * SEGMENT_BYTES)))
@@ -60,11 +60,11 @@ REDUCTIONS: dict[str, Callable[[Sequence[Tensor], Add, int], Tensor]] = {
 
 
 def reduced(parts: Sequence[Tensor], spec: RoundingSpec, order: str) -> Tensor:
-    """Return the sum of float32 parts of one shape, which are in the format already. This runs below autograd."""
+    """Return, below autograd, the sum of float32 parts of one shape, whose numbers are already values of the format."""
     is_float32 = spec.fmt == as_float_format("fp32") and spec.rounding == "nearest_even"
 
     def add(a: Tensor, b: Tensor) -> Tensor:
-        # This is exact enough: the bits that float64 drops from a sum are below half a last place of either number.
+        # The float64 sum is exact enough: the bits that it drops are below half a last place of either number.
         return a + b if is_float32 else rounded(a.double() + b.double(), spec).float()
 
     return REDUCTIONS[order](parts, add, max(1, math.ceil(int(spec.fmt.bits) / 8)))
@@ -73,13 +73,13 @@ def reduced(parts: Sequence[Tensor], spec: RoundingSpec, order: str) -> Tensor:
 def all_reduce(
     tensors: Sequence[Tensor], fmt: Any = "fp32", order: str = "ring", rounding: str = "nearest_even"
 ) -> Tensor:
-    """Return the sum of the tensors of all ranks, as a collective computes it that sends numbers in a format.
+    """Return the sum of the tensors of all ranks, as a collective that sends numbers in a format computes it.
 
     Each rank's tensor is rounded to the format, and so is the result of each addition on the way.
 
     Args:
         tensors: one tensor of each rank, all of one shape, floating dtype and device. For a bucket, this is the flat
-            tensor that is reduced: the place of an element in it decides at which rank its sum begins.
+            tensor that is reduced: the position of an element in it decides at which rank its sum begins.
         fmt: the format in which numbers are sent, a format of single numbers.
         order: "ring", "tree" or "linear". "ring" is the order of gloo's all_reduce: the flat tensor is cut into as many
             chunks as there are ranks; the sum of chunk c begins with rank c - 1, and ranks go down. In "tree",

@@ -1,8 +1,8 @@
 """A second definition of rounding, in float64 arithmetic, to verify the kernels: `python -m fpsim verify`.
 
-It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which is exact in
-float64, and the noise is computed independently. The formats, with their exponents and largest values, come from
-`formats/`.
+This definition shares nothing with `kernels/core.py`: significands are counted in units of the last place, which is
+exact in float64, and the noise is computed independently. The formats, with their exponents and largest values, come
+from `formats/`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rounded_in_float64(
         a, negative = np.abs(wide), np.signbit(wide)
         finite = np.where(np.isfinite(a), a, 0.0)
         exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
-        # This is a power of two, by which float64 divides every float32 exactly.
+        # The unit is a power of two, by which float64 divides every float32 exactly.
         unit = np.ldexp(1.0, exponent - fmt.mantissa_bits)
         r = _whole(finite / unit, negative, rounding, noise, few) * unit
         if not fmt.subnormals:
@@ -83,9 +83,12 @@ def _whole(k: Array, negative: Array, rounding: str, noise: Array | None, few: F
 
 
 def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant: str) -> Array:
-    """Return whether `part` of the distance `whole` between two neighbours goes up, by IEEE P3109, 4.7.4.
+    """Return whether a number at the distance `part` above its lower neighbour is rounded up, by IEEE P3109, 4.7.4.
 
-    This is exact: it uses products with powers of two, a remainder, and a quotient that is an integer below 2**32.
+    whole: the distance between the two neighbours.
+
+    The computation is exact: it uses products with powers of two, a remainder, and a quotient that is an integer below
+    2**32.
     """
     random, top = (noise >> np.uint32(32 - random_bits)).astype(np.float64), 2.0**random_bits
     # Rounding to nearest, ties away, means to add a half and cut off: both sides are counted in halves.
@@ -123,9 +126,9 @@ def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noi
 
 
 def _beyond(a: Array, fmt: FloatFormat, rounding: str, negative: Array) -> Array:
-    """Return the result beyond the largest value.
+    """Return the result for numbers beyond the largest value.
 
-    Directed roundings keep it finite, unless the number is infinite or the rounding goes outwards.
+    Directed roundings keep the result finite, unless the number is infinite or the rounding goes outwards.
     """
     overflow = {"inf": np.inf, "nan": np.nan, "saturate": fmt.largest}[fmt.resolve_overflow()]
     if rounding in ("nearest_even", "nearest_away", "stochastic"):
@@ -170,9 +173,10 @@ def _threefry(counters: Array, key: int) -> Array:
 
 
 def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
-    """Return the expected `fpsim.round_to(x, book, rounding)`, as float64, to nearest, "toward_zero", "up", "down".
+    """Return the expected `fpsim.round_to(x, book, rounding)`, as float64. NaN has no payload here.
 
-    This is for books whose borders float64 holds; NaN has no payload here.
+    book: a code book whose borders float64 holds exactly.
+    rounding: "nearest_even", "toward_zero", "up" or "down".
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN
         wide = x.astype(np.float64)
@@ -195,9 +199,10 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
 
 
 def rounded_in_blocks(x: Array, fmt: BlockFormat) -> Array:
-    """Return the expected `fpsim.round_to(x, fmt)`, as float64, for powers of two as scales, by "floor" or "ceil".
+    """Return the expected `fpsim.round_to(x, fmt)`, as float64.
 
     x: float32 of two axes, in blocks along the last axis.
+    fmt: a format whose scales are powers of two, with the scale rule "floor" or "ceil".
     """
     length = fmt.tile[1] or x.shape[1]
     with np.errstate(invalid="ignore"):
@@ -224,12 +229,12 @@ def _block(v: Array, fmt: BlockFormat) -> Array:
 
 
 def _log2_scale(amax: float, largest: float, rule: str) -> int:
-    """Return log2 of the scale of a block whose largest element a float32 holds."""
+    """Return log2 of the scale of a block. largest: the largest value of the element format."""
     emax, least = math.frexp(largest)[1] - 1, -127
     if amax == 0:
         return least
     wanted = math.frexp(amax)[1] - 1 - emax
     if rule == "ceil":
         wanted += int(amax > math.ldexp(largest, wanted))
-    # This is clamped to the powers of e8m0fnu, and to those at which a float32 holds the largest element.
+    # The exponent is clamped to the range of e8m0fnu, and to exponents at which a float32 holds the largest element.
     return max(least, min(127 - emax, wanted))

@@ -40,7 +40,7 @@ __all__ = ["block_scales", "recorded_amax", "rounded_blocks"]
 
 @cache
 def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPlan:
-    """Return the integers that a kernel takes: see the indices in kernels/blocks.py.
+    """Return the plan of a kernel, whose integers have the indices that kernels/blocks.py lists.
 
     of: the format with a choice, if `spec` is one of its candidates.
     """
@@ -88,7 +88,7 @@ def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPl
 def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
     """Return the parameters COUNTED, INFINITE_SCALE, INFINITE_EXPONENT and INFINITE_ELEMENT of a plan."""
     every_nan, infinity, nan = int(blocks.MAGNITUDE), int(blocks.INFINITY), int(blocks.NAN)
-    # A delayed scale is older than the tensor: each infinite element is treated by itself.
+    # A delayed scale comes from earlier tensors: each infinite element is treated separately.
     if f.is_delayed:
         is_nan = f.nonfinite == "nan" and f.element.has_nan and overflow == "saturate"
         return every_nan, BINARY32.bits(1.0), 0, nan if is_nan else 0
@@ -100,7 +100,7 @@ def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
 def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
     """Return the pattern of the largest magnitude of a contiguous tensor, as an int64 on its device.
 
-    Masks do not count. An infinity counts, and so does a NaN if it makes a scale NaN.
+    Masks do not count. An infinity counts, and a NaN counts if it makes a scale NaN.
     """
     if x.is_cuda:
         return _amax_on_card(x, _saturates(plan))[block_dense.FOUND]
@@ -108,7 +108,7 @@ def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
 
 
 def recorded_amax(x: Tensor, spec: BlockSpec) -> Tensor:
-    """Return the amax of a floating tensor from which later steps take a scale: a float32 of no dimension."""
+    """Return the amax of a floating tensor, a float32 of no dimension, from which later steps compute a scale."""
     source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     return amax_pattern(source, block_plan(spec)).to(torch.int32).view(torch.float32)
 
@@ -118,7 +118,7 @@ def _saturates(plan: blocks.BlockPlan) -> int:
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
-    """Return the results of one pass over a tensor, int64 in the order of kernels.block_dense. asked: its flags."""
+    """Return the int64 results of one pass over a tensor. asked: flags; kernels.block_dense describes both."""
     from fpsim.compiling.card import array_words
 
     out = torch.full((block_dense.PLACES,), -1, dtype=torch.int64, device=x.device)
@@ -155,7 +155,7 @@ def rounded_blocks(
     axis: the axis of the blocks, which is the contraction axis of a product.
     across: the axis of the rows of a tile; None takes the axis before `axis`, or the axis after it if `axis` is the
         first.
-    key: the key of the noise; None draws one.
+    key: the key of the noise; None draws a new key.
     scale: the scale of delayed scaling, a float32 of one element on the device of `x`, by which elements are
         multiplied.
     out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with `x`.
@@ -175,7 +175,7 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 
     def round_blocks(x: Tensor) -> Tensor:
         source = x.data_ptr()
-        # Under a negation that torch has put off (`is_neg`), the memory holds other numbers than the tensor.
+        # Under torch's lazy negation (`is_neg`), the memory holds the numbers before the negation.
         is_usual = x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
         if not is_usual or not source or not 0 < x.numel() < PARALLEL_FROM:
             return round_any(x)
@@ -192,7 +192,7 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
     """Return the scales of the blocks of `x`, float32: a value is element * scale.
 
-    The second scale of a tensor is not among them. The shape is that of `x`, but each axis along which blocks run is
+    The second scale of a tensor is not included. The shape is that of `x`, but each axis along which blocks run is
     divided by their length and rounded up.
     """
     if runs_elsewhere(spec.fmt, x, axis):
@@ -210,11 +210,11 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
 
 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
-    """Return two int64: a number that replaces each block's own amax, and the pattern of the tensor's amax.
+    """Return two int64: a number that replaces the amax of each block, and the pattern of the tensor's amax.
 
-    Each of the two is -1 where there is none. On the CPU a third one follows: whether there are masks or infinities if
-    the first is given, -1 if unknown. For a format with second scales of parts of a tensor, the layout is that of
-    kernels.blocks.second_place.
+    A number that is not needed is -1. On the CPU a third number follows: 1 if the tensor has a mask, an infinity or a
+    NaN, 0 if not, and -1 if this is unknown. For a format with second scales of parts of a tensor, the layout is that
+    of kernels.blocks.second_place.
 
     source: a contiguous float32. scale: the scale of delayed scaling.
     """
@@ -241,7 +241,7 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
 
 
 def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands_on: float) -> tuple[int, int, int]:
-    """Return `shared_numbers` of a tensor that is one block without a second scale. lands_on: that of the format."""
+    """Return the `shared_numbers` of a tensor that is one block without a second scale. lands_on: `f.lands_on`."""
     number, has_specials = _amax_on_cpu(source, plan)
     if plan.kind == blocks.DIVIDED:
         # The scale of an infinite tensor is NaN or 1, each of which is its own inverse.
@@ -276,7 +276,7 @@ def rounded_with_scales(
     out: Tensor | None = None,
     of: BlockFormat | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `rounded_blocks`, and the scales if they are wanted. of: as in `block_plan`."""
+    """Return the result of `rounded_blocks`, and the scales if they are wanted. of: as in `block_plan`."""
     f = spec.fmt
     if f.is_delayed != (scale is not None):
         raise ValueError(
@@ -321,14 +321,16 @@ def rounded_with_scales(
 
 
 class Choice(NamedTuple):
-    """The candidate of each block. chosen: the index of each block's candidate, in bytes, on a card in int64."""
+    """The candidate of each block. chosen: the index of each block's candidate, uint8 on the CPU, int64 on a card."""
 
     axes: BlockAxes
     chosen: Tensor
 
 
 def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: Tensor | None = None) -> Choice:
-    """Choose for a contiguous float32 with elements, by rounding to nearest even if `spec` is stochastic.
+    """Choose a candidate for each block of a contiguous float32 with elements.
+
+    If `spec` is stochastic, the choice is made by rounding to nearest even.
 
     out: receives the tensor rounded with the choice, if given.
     """
@@ -345,7 +347,7 @@ def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: 
 def _round_by_choice(
     source: Tensor, spec: BlockSpec, axis: int, across: int | None, key: Tensor | None, wants_scales: bool, out: Tensor
 ) -> Tensor | None:
-    """Round a contiguous float32 with elements, each block by its best scale rule, and return the scales."""
+    """Round each block of a contiguous float32 by its best scale rule, and return the scales if they are wanted."""
     choice, scales = choose(source, spec, axis, across, out), None
     if spec.element.rounding == "stochastic":
         _by_candidates(source, spec, choice, axis, across, key, out, is_given=True)
@@ -375,7 +377,7 @@ def _by_candidates(
     out: Tensor,
     is_given: bool,
 ) -> None:
-    """Round to each candidate, and keep in `out` the nearest blocks, or the blocks of the choice if `is_given`."""
+    """Round to each candidate, and store in `out` each block's nearest result, or the chosen result if `is_given`."""
     f, axes, chosen = spec.fmt, choice.axes, choice.chosen
     assert isinstance(f.scale_rule, Choose)
     error = block_choice.ERRORS.index(f.scale_rule.error)
@@ -401,7 +403,7 @@ def _by_candidates(
             run_on_card(nearer, source, grid, words)
 
 
-# The number of elements that go through all candidates before the next ones do, so that they stay in the cache.
+# The number of elements that are rounded to all candidates before the next elements: few enough to stay in the cache.
 _AT_ONCE = 1 << 16
 
 
@@ -416,7 +418,7 @@ def _by_candidates_on_cpu(
     shared: Tensor,
     chosen: Tensor,
 ) -> None:
-    """Do the same on the CPU, in parts that are contiguous in memory: only one part of another candidate is stored."""
+    """Round as `_by_candidates` does, in contiguous parts, so that only one part of another candidate is stored."""
     blocks = axes.blocks
     nearer = (block_choice.cpu_along if axes.inner == 1 else block_choice.cpu_across)(error).native
     line = axes.middle * axes.columns * axes.inner  # elements of a row
@@ -428,7 +430,7 @@ def _by_candidates_on_cpu(
     at_once = max(1, _AT_ONCE // size)
 
     def begin(group: int) -> int:
-        """Return where in memory the elements of a group begin."""
+        """Return the index in memory of the first element of a group."""
         if axes.r > 1:
             return (group // blocks[1] * axes.rows + group % blocks[1] * axes.r) * line
         return group // blocks[3] * axes.columns * axes.inner + group % blocks[3] * axes.c * axes.inner
@@ -458,10 +460,10 @@ _BELOW_MASK = math.ldexp(2**24 - 2, 104)
 
 
 def _narrowed(x: Tensor, to_odd: bool) -> Tensor:
-    """Convert float64 to contiguous float32: masks of either dtype become masks, numbers beyond float32 infinity.
+    """Convert float64 to contiguous float32. Masks of either dtype become masks; numbers beyond float32 become inf.
 
-    to_odd: round to odd. A number that is rounded to odd first, and then to fewer bits, is the same as after a single
-        rounding (Boldo, Melquiond 2008), and so is the power of two of its scale. A scale that multiplies in float32
+    to_odd: round to odd. Rounding to odd first, and then to fewer bits, has the result of a single rounding (Boldo,
+        Melquiond 2008), and the same power of two as a scale. A scale that multiplies in float32
         needs the nearest number instead.
     """
     near = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
@@ -479,14 +481,14 @@ _LARGEST = BINARY32.bits(torch.finfo(torch.float32).max)
 def _multiplier_on_cpu(amax: int, largest: float) -> int:
     """Return largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
 
-    The quotient is rounded once: float64 has more than twice the bits of float32.
+    The result is that of a single rounding, because float64 has more than twice as many bits as float32.
     """
     if amax == 0:
         return BINARY32.bits(1.0)
     field, mantissa = amax >> 23, amax & 0x7FFFFF
     value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # subnormals are not flushed
     quotient = largest / value
-    # For a normal number, the processor finds the pattern faster.
+    # For a normal number, the processor's conversion is faster.
     if 2.0**-126 <= quotient < 2.0**127:
         return int(_PATTERN.unpack(_NUMBER.pack(quotient))[0])
     return min(BINARY32.bits(quotient), _LARGEST)
@@ -497,7 +499,7 @@ _NOTHING_SHARED = torch.full((3,), -1, dtype=torch.int64, device="cpu")
 
 
 class _Units(NamedTuple):
-    """Work on tensors with the same cut on the CPU: the loop, the number of units of work, and its integers."""
+    """Work on tensors with the same cut on the CPU: the loop, the number of units of work, and the loop's integers."""
 
     loop: Callable[..., Any]
     total: int
@@ -506,7 +508,7 @@ class _Units(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Work on tensors with the same cut on a card: the kernel, its grid, and the integers around those of the plan."""
+    """Work on tensors with the same cut on a card: the kernel, its grid, and integers before and after the plan's."""
 
     kernel: CudaKernel
     grid: int
@@ -518,7 +520,7 @@ class Launch(NamedTuple):
 def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: int | None = None) -> Launch:
     """Return the launch that rounds a tensor on a card. threads: threads of a block; None for the kernel's default."""
     words = plan.rule, plan.shape, plan.scale_shape, plan.kind
-    # Rows differ in length between tensors, and each length would need a kernel of its own.
+    # Rows differ in length between tensors, and each length would need a separate kernel.
     size = {"tensor": block_dense.ONE_SCALE, "row": None}.get(str(f.block), block_dense.dense_size(axes))
     if size is None or not isinstance(f.tensor_scale, bool):
         kernel = block_teams.cuda_rounding(*words, block_teams.is_small(axes))

@@ -1,4 +1,4 @@
-"""Checked roundings: format, rule, overflow and random bits; and the tensors that can be rounded in this way."""
+"""Checked roundings: format, rule, overflow and random bits; and checks of tensors that can be rounded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, repr=False)
 class OwnFormat(FloatFormat):
-    """A function that rounds an operand, in the role of a format. For tallies it is float32, which holds every result.
+    """A function that rounds an operand, used as a format. Tallies treat it as float32, which holds every result.
 
     function: (x, axis) -> a tensor of the shape and dtype of x.
-    label: its name in tables.
+    label: the name of the function in tables.
     """
 
     function: Callable[[Tensor, int], Tensor] = None  # type: ignore[assignment]  # the fields before it have defaults
@@ -63,15 +63,15 @@ class RoundingSpec:
             words.append(f"{self.random_bits} random bits")
         if self.variant != "A":
             words.append(f"variant {self.variant}")
-        # Equal specifications have equal texts. Caches look roundings up by the text, because a string keeps its hash.
+        # Equal specifications have equal texts. Caches look roundings up by the text, because a string caches its hash.
         object.__setattr__(self, "text", " ".join(words))
         object.__setattr__(self, "format_text", repr(self.fmt))
         object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
         dtype = next((own for name, own in names.items() if self.fmt == CATALOGUE[name]), None)
         object.__setattr__(self, "dtype", dtype)
-        # Sums of products of such numbers stay finite in float32: each product is below 2**80, and up to 2**47 are
-        # added.
+        # Sums of products of numbers below 2**40 stay finite in float32: each product is below 2**80, and a sum has up
+        # to 2**47 products.
         object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def any_spec(
     variant: str = "A",
 ) -> Spec:
     """Check and complete the arguments of `round_to`, for a format of single numbers or of blocks."""
-    # As in rounding_spec, the checks raise in our own words for an argument that cannot be hashed.
+    # As in rounding_spec, the checks raise a clearer error for an argument that cannot be hashed.
     try:
         return _known_any_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
@@ -172,8 +172,7 @@ def rounding_spec(
     variant: str = "A",
 ) -> RoundingSpec:
     """Check and complete the arguments of `round_to`, for a format of single numbers."""
-    # An argument that cannot be hashed raises TypeError here. The checks of `_new_spec` then raise for it in our own
-    # words.
+    # An argument that cannot be hashed raises TypeError here. The checks of `_new_spec` then raise a clearer error.
     try:
         return _known_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
@@ -241,7 +240,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _how_to_have_float32(dtype: torch.dtype) -> str:
-    """Say which setting to omit if something else made a tensor half precision, or which method to call."""
+    """Return advice for an error: which setting made a tensor half precision, or which method converts it."""
     short = _SHORT[dtype]
     bits = short.replace("fp16", "16")  # Lightning's word
     if any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) is dtype for on in ("cpu", "cuda")):
@@ -258,9 +257,9 @@ def _how_to_have_float32(dtype: torch.dtype) -> str:
 def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
     """Return the limits of log2 of a scale at which a tensor of this dtype can be rounded.
 
-    They are (0, 0) if it cannot be scaled. A bfloat16 tensor is rounded in float32 and has the limits of float32: if a
-    format fits bfloat16, bfloat16 holds each of its values times 2**-k, for 39 more exponents. Numbers in float16 have
-    lost their range before any scale could help.
+    The limits are (0, 0) for a dtype that cannot be scaled. A bfloat16 tensor is rounded in float32 and has the limits
+    of float32: if bfloat16 holds the values of a format, it also holds the values at every scale within these limits,
+    with 39 exponents to spare. Numbers in float16 have lost their range before any scale could help.
 
     >>> log2_scale_limits(rounding_spec("e5m2"), torch.bfloat16)
     (-112, 78)
@@ -336,7 +335,7 @@ def _holder_of(dtype: torch.dtype) -> str:
 
 
 def holds_numbers(x: Tensor) -> bool:
-    """Return whether the elements of `x` are in memory: not if `x` is a meta or fake tensor, or its storage was freed.
+    """Return whether the elements of `x` are in memory; False for a meta or fake tensor, and for a freed storage.
 
     >>> holds_numbers(torch.ones(2)), holds_numbers(torch.ones(2, device="meta"))
     (True, False)
@@ -379,7 +378,7 @@ def no_memory(x: Tensor) -> TypeError:
 
 
 def require_float32(x: Any) -> None:
-    """Raise TypeError for a tensor that is not float32, where scales or losses of its blocks are asked for."""
+    """Raise TypeError for a tensor that is not float32, as codes, scales and tallies of blocks require."""
     require_floating(x)
     if x.dtype is not torch.float32:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -389,9 +388,10 @@ def require_float32(x: Any) -> None:
 def holds_blocks(dtype: torch.dtype, f: BlockFormat) -> bool:
     """Return whether a dtype holds every result of rounding its own numbers in blocks of `f`.
 
-    Under scales that are powers of two, float64 and bfloat16 do. bfloat16 has float32's exponents; below its smallest
-    normal number, x and any rounding of x to a coarser grid are multiples of 2^-133. Under any other scale, a result
-    has more significant bits than bfloat16, and a float64 number is rounded to float32 first.
+    float32 always does. Under scales that are powers of two, float64 and bfloat16 do too: bfloat16 has float32's
+    exponents, and below its smallest normal number, x and any rounding of x to a coarser grid are multiples of 2^-133.
+    Under any other scale, a result has more significant bits than bfloat16, and a float64 number is rounded to float32
+    first.
     """
     if dtype is torch.float32:
         return True

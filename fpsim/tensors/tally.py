@@ -270,7 +270,7 @@ class Accumulator:
         self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], amax.view(torch.float64)[0])
 
     def result(self) -> Tally:
-        """Return the tally, by a copy of all sums to the host."""
+        """Copy all sums to the host, and return the tally."""
         exponents = self.exponents.cpu()
         present = exponents.nonzero().flatten().tolist()
         sums = dict(zip(TALLY_SUMS, self.sums.tolist(), strict=True))
@@ -282,7 +282,7 @@ class Accumulator:
 
 
 def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors in the container of the wider one, contiguous."""
+    """Return both tensors, contiguous, in the wider of their two containers."""
     if torch.float64 in (before.dtype, after.dtype):
         return to_float64(before), to_float64(after)
     return before.float().contiguous(), after.float().contiguous()
@@ -403,7 +403,7 @@ def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> T
 
 
 def wanted_and_lost(before: Tensor, after: Tensor, intended: Tensor) -> tuple[int, int]:
-    """Count the updates that are not zero, and the ones among these that left the number unchanged.
+    """Count the updates that are not zero, and how many of these left their number unchanged.
 
     intended: the update to be added, or any tensor that is zero where the update is.
 
@@ -493,8 +493,8 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
     [0.5, 3.25]
     """
     x, r = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (before, after))
-    # The processor may flush subnormals to zero. Both statistics are the same at any scale, so that a scale is
-    # harmless.
+    # Small numbers are scaled, because the processor may flush subnormals to zero. Both statistics are the same at any
+    # scale.
     if x.is_cpu and x.dtype is torch.float32 and float(amax_of(x)[AMAX]) < SMALL:
         x, r = (to_float64(t, -SMALL_EXPONENT).float() for t in (x, r))
     error = r - x

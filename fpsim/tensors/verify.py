@@ -28,7 +28,7 @@ from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 
 __all__ = ["FULL_FORMATS", "Row", "milliseconds", "on_card", "patterns", "verify"]
 
-# At least one format of each shape of the kernels.
+# The formats of the full check: at least one for each shape of the kernels.
 FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")
 # Block formats with scales that are powers of two, which `reference.py` covers, under both rules for inf and NaN.
 BLOCKS_OF_POWERS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "e4m3fn per 32 ceil saturate", "e4m3fn per row ceil")
@@ -46,9 +46,8 @@ class Row(NamedTuple):
 
 
 def patterns() -> Tensor:
-    """Return float32 numbers: 2**16 random patterns, and patterns around values and ties.
-
-    The values and ties are those of each significand and binade.
+    """Return float32 numbers: 2**16 random patterns, and patterns around the values and ties of every significand
+    length in every binade.
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
@@ -165,7 +164,7 @@ def _blocks() -> Iterator[Row]:
     for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
         for rounding in ("nearest_even", "stochastic"):
             spec, wrong, first = _block_spec(name, rounding), 0, ""
-            # An infinity makes a tensor's own scale NaN, and all numbers with it.
+            # An infinity makes the second scale of a tensor NaN, and with it all numbers.
             numbers = x.nan_to_num(0.0, 9.0) if spec.fmt.tensor_scale else x
             for cut, axis in ((numbers, 0), (numbers, 1), (numbers, 2), (numbers[..., :64].contiguous(), 2)):
                 expected = rounded_blocks(cut, spec, axis, None, key)
@@ -182,7 +181,7 @@ def _blocks() -> Iterator[Row]:
 
 
 def _two_streams(times: int = 200) -> Row:
-    """Round on two streams at once, each to a format of its own."""
+    """Round on two streams at once, each to another format."""
     inputs = [torch.randn(1 << 18, device="cuda") * 4.0**i for i in range(2)]
     specs = [rounding_spec("e3m4"), rounding_spec("e4m3fn")]
     expected = [rounded(x.cpu(), spec) for x, spec in zip(inputs, specs, strict=True)]
@@ -205,7 +204,7 @@ def _graph_replays() -> Iterator[Row]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            # This compiles and loads now: neither is possible during the capture.
+            # This call compiles and loads the kernel: neither is possible during the capture.
             rounded(x, spec)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -34,15 +34,15 @@ def warm_up(
     RuntimeError. Machine code is cached on disk: a process that finds it there loads it in milliseconds. No noise is
     drawn.
 
-    Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such a
-    model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
+    Adaptive scales, products in an accumulator and Hadamard transforms have separate kernels. Run a step of such a
+    model once before it is captured, as torch requires too. `python -m fpsim warm` runs steps of all recipes and
     updates, and caches the compiled loops on disk.
 
     Args:
         device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
         formats: formats or their names; None stands for every named format, which takes the CPU about half a minute.
         roundings: rounding rules, each of which is used for every format.
-        variants: variants of stochastic rounding, as in `round_to`. Each has kernels of its own, for any number of
+        variants: variants of stochastic rounding, as in `round_to`. Each has separate kernels, for any number of
             random bits.
 
     Raises:
@@ -70,7 +70,7 @@ def warm_up(
         require_variant(variant, True, 1)  # the word must exist, even if it is not used
     # A key is given to each rounding, so that no noise is drawn.
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
-    # On a card, blocks without a remainder have kernels of their own.
+    # On a card, tensors of whole blocks have separate kernels.
     whole = torch.zeros(SIZES[-1], device=device)
     specs = [
         any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
@@ -86,7 +86,7 @@ def warm_up(
             continue
         rounded(x, spec, key)
         Accumulator(spec, device).add(x, x)
-        # The roundings of an emulated model keep masks, and have kernels of their own for this.
+        # The roundings of an emulated model keep masks, which needs separate kernels.
         for keep_infinity in (False, True):
             rounded(x, spec, key, None, True, keep_infinity)
     lost_between(x, x, 1.0, torch.zeros(1, dtype=torch.int64, device=device))
