@@ -43,16 +43,16 @@ def device_problem(device: str) -> str:
 
 
 _full = threading.Lock()
-# There is one entry for each training that now runs on a GPU: the settings before the first training. Trainings may run
-# in several threads and end in any order. The last training to end restores the settings that the first one found.
+# The list has one entry for each training that now runs on a GPU. Each entry holds the settings before the first
+# training. Trainings may run in several threads and end in any order. The last training to end restores the settings.
 _inside: list[tuple[Any, ...]] = []
 
 
 @contextmanager
 def float32_in_full(device: str) -> Iterator[None]:
-    """Compute float32 convolutions and recurrent layers on a GPU with 24 bits, instead of TF32's 11 by default.
+    """Compute float32 convolutions and recurrent layers on a GPU with 24 significand bits. The default, TF32, has 11.
 
-    The settings are global to the process, and restored when the last of its trainings ends.
+    The settings are global to the process. They are restored when the last training in this context ends.
     """
     if not device.startswith("cuda"):
         yield
@@ -80,7 +80,7 @@ def _settings() -> tuple[bool | None, str, str]:
     cudnn = _cudnn()
     try:
         both: bool | None = cudnn.allow_tf32
-    # If the two settings below differ, torch raises an error, because this name stands for both.
+    # If the two settings below differ, torch raises an error, because `allow_tf32` covers both.
     except RuntimeError:
         both = None
     return both, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision

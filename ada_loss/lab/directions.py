@@ -1,4 +1,4 @@
-"""Directions of metrics (is a larger or a smaller value better?): as stated, else by the metric's name."""
+"""Directions of metrics: whether larger or smaller values are better, as stated, otherwise by the metric's name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TURNED = {"neg", "negative", "negated", "minus", "inverse"}
 
 
 def by_name(metric: str) -> str | None:
-    """Return the direction that the last word of a metric's name tells; None if it is not one of fifteen words.
+    """Return the direction that the last word of a metric's name tells; None if the word is not one of fifteen.
 
     Digits, "rate", "score" (for a metric to maximize) and a unit behind "per" may follow this word.
 
@@ -51,7 +51,7 @@ def by_name(metric: str) -> str | None:
     is_score = words[-1:] == ["score"]
     while words and (words[-1].isdigit() or words[-1] in ("score", "rate")):
         words.pop()
-    # "1 - accuracy", "-loss" and "one_minus_f1" reverse the direction
+    # "1 - accuracy", "-loss" and "one_minus_f1" reverse the direction of the metric that they name.
     if not words or TURNED & {*words} or re.match(r"\W|1\W", metric.strip()):
         return None
     last = words[-1] if words[-1] in LARGER else words[-1].rstrip("0123456789")
@@ -122,7 +122,7 @@ class Directions:
     def of(self, metric: str) -> str | None:
         """Return the direction of a metric; None if it is not known."""
         name = metric
-        # A metric with the name of another column gets the prefix "metric."; see `Results`.
+        # A metric that has the same name as another column gets the prefix "metric."; see `Results`.
         while name.startswith("metric.") and name not in self.said:
             name = name.removeprefix("metric.")
         return self.said.get(name) or by_name(name)

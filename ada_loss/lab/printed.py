@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_terminal", "show", "show_lines", "show_table"]
 
-# Styles of a verdict's lines, by their first words.
+# Styles for the lines of a verdict, by the first words of a line.
 COLOURS = {
     "No more than": "green",
     "Above": "green",

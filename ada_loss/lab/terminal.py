@@ -26,7 +26,7 @@ def say(words: str) -> None:
     tqdm.write(printable(words), file=sys.stderr)
 
 
-# It is a list, so that the functions below share one mutable value without `global`.
+# The flag is in a list, so that the functions below can change it without `global`.
 _is_offering = [True]
 
 

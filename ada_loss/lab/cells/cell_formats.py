@@ -79,7 +79,7 @@ def label(value: Any) -> str:
     if UPDATE in value:
         return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
-        # A foreign ledger may hold anything under this key; in this case the fields are listed below.
+        # A foreign ledger may hold anything under this key. If it is not a schedule, the fields are listed below.
         with suppress(TypeError, ValueError):
             return str(
                 FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
@@ -88,19 +88,19 @@ def label(value: Any) -> str:
 
 
 def rollout_words(rollout: Any, name: Callable[[Any], str]) -> str:
-    """Return words for a rollout in canonical form. name: a function that returns the name of a format."""
+    """Return the label of a rollout in canonical form. name: a function that returns the name of a format."""
     fmt, weights = (rollout.get("format"), rollout.get(WEIGHTS_KEY)) if isinstance(rollout, Mapping) else (rollout, "")
     words = [f"rollouts {name(fmt)}" if fmt is not None else "", f"weights {weights}" if weights else ""]
     return ", ".join(filter(None, words))
 
 
 def _spoken(value: Any) -> str:
-    """Return the text of a value for people. A code book without a name is shown by its digest, not its values."""
+    """Return a readable text of a value. A code book without a name is shown by its digest, not its values."""
     return str(fpsim.as_format(value)) if isinstance(value, str) and "Codebook(" in value else str(value)
 
 
 def _operands_label(value: Mapping[str, Any]) -> str:
-    """Return the label of operands or products, where those with the same format are listed together."""
+    """Return the label of a mapping from operands to formats. Operands with the same format are listed together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
         if isinstance(fmt, Mapping):  # the operands of an attention
@@ -110,7 +110,7 @@ def _operands_label(value: Mapping[str, Any]) -> str:
 
 
 def _is_recipe(fmt: Any) -> bool:
-    """True if a format is the name of a recipe; recipes have roundings of their own."""
+    """True if a format is the name of a recipe. A recipe sets its own roundings."""
     return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
 
 
@@ -148,8 +148,8 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        # This call is only for its error, which says that a recipe's name lacks the prefix; the error of `as_format`
-        # does not.
+        # This call only checks the name. Unlike the error of `as_format`, its error says that a recipe's name lacks the
+        # prefix.
         fpsim.as_policy(fmt)
     return format_words(fmt)
 
@@ -167,7 +167,7 @@ def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
                 f"A rollout was given with {shown(fmt if is_native(fmt) else own)}, which emulates nothing. Use fp16 "
                 f"for both, or leave the rollout's format out: it is the trainer's then."
             )
-        # A rollout in the trainer's own format is the default. It is left out, so that both spellings are the same
+        # The trainer's format is the default format of a rollout. It is left out, so that both spellings are the same
         # cell.
         canonical |= {} if fmt == own else {"format": fmt}
     if rollout.weights != Rollout.weights:
@@ -176,7 +176,7 @@ def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
 
 
 def rollout_of(fmt: Any) -> Rollout | None:
-    """Return the rollout of a cell's format, or None. It rounds to nearest unless its format says otherwise."""
+    """Return the rollout of a cell's format, or None. A rollout rounds to nearest unless its format says otherwise."""
     if not isinstance(fmt, Mapping) or ROLLOUT not in fmt:
         return None
     rollout = as_rollout(fmt[ROLLOUT])
@@ -184,7 +184,10 @@ def rollout_of(fmt: Any) -> Rollout | None:
 
 
 def _canonical_schedule(schedule: FormatSchedule) -> Any:
-    """Return pairs of start and format, without starts that change nothing; or the format, if there is only one."""
+    """Return a schedule as pairs of start and format, without starts that change nothing.
+
+    If only one format is left, that format is returned instead.
+    """
     stages: list[list[Any]] = []
     for stage in schedule.stages:
         fmt = canonical_format(stage.fmt)
@@ -198,7 +201,7 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
-        # None and variant "A" are defaults: a policy that names them equals a policy that does not.
+        # None and variant "A" are defaults: a policy with these values equals a policy without these fields.
         given = {k: v for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         canonical = {k: word for k, v in given.items() if (word := _canonical(k, v)) is not None}
         # A value that JSON cannot hold has no identity. The error is raised here, where its message can name the
@@ -333,11 +336,11 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
         return fmt if _is_recipe(fmt) else _as_policy(fmt).with_stochastic_gradients(ANY_BITS)
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     if isinstance(policy, Policy):
-        # This call is only for its error: random bits and variants that the rounding cannot use are refused in
-        # planning.
+        # This call only checks the policy: during planning, it refuses random bits and variants that the rounding
+        # cannot use.
         policy.with_rounding(rounding)
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    # This call, too, is only for its error: an unknown rounding.
+    # This call, too, only checks: it refuses an unknown rounding.
     fpsim.as_policy(policy if is_name else None, rounding)
     return policy
 

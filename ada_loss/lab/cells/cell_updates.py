@@ -1,4 +1,4 @@
-"""Updates of cells (formats that an optimizer stores): canonical form, label, and `fpsim.Update`.
+"""Updates of cells (the formats in which an optimizer stores its tensors): canonical form, label, and `fpsim.Update`.
 
 If the optimizer of a cell stores float32, the cell names only its format, as if there were no updates. With an update,
 {"format": format, "update": update} replaces the format.
@@ -31,7 +31,7 @@ __all__ = [
     "with_updates",
 ]
 
-# The key that stands next to "format" in a mapping that is given for a format.
+# The key of the update in a mapping that replaces a format. The key of the format itself is "format".
 UPDATE = "update"
 FORMAT = "format"
 FLOAT32 = "float32"  # the name of an update that rounds nothing
@@ -57,7 +57,7 @@ def split(fmt: Any) -> tuple[Any, Any]:
 
 
 def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[Any]:
-    """Combine each format entry of a sweep with each of its updates, as format entries.
+    """Return the entries of formats that combine each format of a sweep with each update.
 
     >>> with_updates(["fp16"], ["float32", "bf16_sr"])
     ['fp16', {'format': 'fp16', 'update': 'bf16_sr'}]
@@ -74,7 +74,7 @@ def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[
 
 
 def _joined(entry: Any, given: Any) -> Any:
-    """Combine an entry of formats with an entry of updates."""
+    """Return the entry of formats that combines a format with an update, both given as entries of a sweep."""
     update, name = given, ""
     if isinstance(given, Mapping) and "name" in given:
         name, rest = given["name"], {key: value for key, value in given.items() if key != "name"}
@@ -188,7 +188,7 @@ def format_words(fmt: Any) -> str:
 
 
 def update_label(update: Any) -> str:
-    """Label of an update, for tables.
+    """Return the label of an update, for tables.
 
     >>> update_label("bf16_sr"), update_label({"weight": "bf16", "compensation": "kahan"}), update_label(None)
     ('bf16_sr', 'weight=bf16 compensation=kahan', 'float32')
@@ -217,7 +217,7 @@ def update_of(fmt: Any) -> Update | None:
 def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an update that the optimizer of these options does not support.
 
-    The check takes one step of a tiny model. It leaves out overrides, because they name modules of the real model.
+    The check runs one step of a tiny model. It leaves out overrides, because they name modules of the real model.
     """
     update = update_of(fmt)
     if update is None:

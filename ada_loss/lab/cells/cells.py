@@ -46,12 +46,13 @@ __all__ = [
     "stored_cell",
 ]
 
-# The largest number of cells in a grid: each takes a kilobyte.
+# The largest number of cells in a grid. Each cell takes a kilobyte of memory.
 MOST_CELLS = 1_000_000
-# The number of cells from which on planning takes a second or more, and is announced.
+# Planning at least this many cells takes a second or more, and is therefore announced.
 MANY_CELLS = 50_000
 AXES = ("task", "format", "rounding", "scaling", "seed")
-# These are not options of a cell: two of them are axes, and a cell's identity does not depend on the device.
+# Fields of `TrainOptions` that are not options of a cell: scaling and seed are axes, and a cell's identity does not
+# depend on the device.
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
 
@@ -66,8 +67,8 @@ def digest(value: Any) -> str:
 class Cell:
     """One training of a sweep.
 
-    config: the complete configuration in canonical form. It is equal for equal trainings, even if they were written
-        differently. It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
+    config: the complete configuration in canonical form: "task", "format", "rounding", "scaling", "seed" and "options",
+        the options of `train`. Equal trainings have equal configurations, even if they were written differently.
     name: the name of the format in the sweep; it is not part of the configuration.
 
     >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
@@ -103,30 +104,29 @@ def plan(
     """Create a cell for every combination, formats first. Invalid values and combinations are rejected here.
 
     float32, the baseline, is trained once for each seed, because it has nothing to round or scale. A recipe has its own
-    roundings. If it also scales each gradient that enters a product, loss scaling has no effect, and only the cell
-    without scaling remains. Therefore only the recipes of fp16 and bf16 are combined with scaling methods.
+    roundings. If a recipe also scales each gradient that enters a product, loss scaling has no effect, and only the
+    cell without scaling remains. Therefore only the recipes of fp16 and bf16 are combined with scaling methods.
 
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`. The field "products" is
-        itself a mapping: from "x", "w" and "dy" to the formats of operands, or with the fields of `fpsim.Products`. The
-        key "name" names a format: {"name": "mine", "format": "mxfp4"}. {"schedule": {start: format}} has several
-        formats one after the other; the first start is 0, and the others are either fractions of all steps, 0.8, or
-        steps, 500. Trainings that begin alike are trained once until their formats differ. {"native": "fp16"} does not
-        emulate: the model trains in real float16, under torch.autocast.
+        itself a mapping: either from "x", "w" and "dy" to the formats of operands, or with the fields of
+        `fpsim.Products`. The key "name" names a format: {"name": "mine", "format": "mxfp4"}. {"schedule": {start:
+        format}} has several formats one after the other; the first start is 0, and the others are either fractions of
+        all steps, 0.8, or steps, 500. Trainings with the same first formats share one training until their formats
+        differ. {"native": "fp16"} does not emulate: the model trains in real float16, under torch.autocast.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names of rounding rules, each for all roles; "stochastic_gradients" rounds only gradients stochastically.
         None is nearest-even, or "stochastic_gradients" if adaptive or current scaling fits gradients to a format of at
         most 6 bits.
     seeds: the number of seeds, or a list of seeds.
     options: the options of `TrainOptions`, without scaling, seed and device.
-    train: a training function of the user instead of a task; its options are any mapping of numbers and
-        words.
+    train: a training function of the user instead of a task; its options are any mapping of numbers and words.
     updates: how the optimizer stores weights and states: names of `fpsim.UPDATES`, or mappings with the fields of
         `fpsim.Update`, which may have a "name" like a format. "float32" leaves the optimizer unchanged; None does this
         for all cells. The format and the update together are the cell's format: {"format": "fp32", "update":
         "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
-    that are the same training; TypeError for anything but lists, and for seeds that are not integers.
+    that are the same training; TypeError for an axis that is not a list, and for seeds that are not integers.
 
     >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
     ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
@@ -158,7 +158,8 @@ def plan(
         if train is None:
             require_update(fmt, full)
             if full["steps"]:
-                # This call is only for its error: two starts that round to the same step leave a format without steps.
+                # This call only checks the schedule: it raises an error if two starts round to the same step, so that
+                # a format has no steps.
                 as_schedule(split(fmt)[0]).steps(full["steps"])
     methods = [_method(method) for method in scaling]
     if any(map(is_native, canonical)):
@@ -171,8 +172,8 @@ def plan(
         say(f"Planning {count:,} cells.")
     cells = []
     for fmt, named, method, seed in itertools.product(canonical, given, methods, seeds):
-        # If an axis changes nothing for a format, its values would lead to equal trainings. The format then has only
-        # one cell, with the first value.
+        # If an axis changes nothing for a format, all values of the axis would lead to equal trainings. The format then
+        # has only one cell, with the first value.
         if has_own_rounding(fmt) and named != given[0]:
             continue
         if needs_no_scaling(fmt):
@@ -187,14 +188,15 @@ def plan(
 
 
 def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), baseline: bool = False) -> list[Cell]:
-    """Create the cells of a grid and of further grids, each given by its differences from the first.
+    """Create the cells of a grid and of further grids, each of which is given by its differences from the first grid.
 
     grid: the arguments of `plan`, with "task_options" for its options.
-    also: mappings with the same names. A mapping without task_options has the grid's task_options, unless it has
-        another task.
-    baseline: whether float32 is trained too with each task, options and seed, if no grid has float32 among its formats.
+    also: mappings with the same keys. A mapping without task_options inherits the first grid's task_options, unless it
+        has another task.
+    baseline: whether each grid gets float32 cells too, with its task, options and seeds. Cells that a grid has already
+        are not added again.
     Raises the errors of `plan`; TypeError if `also` is not a list of mappings, and if one of several tasks is a
-    function; ValueError for an unknown name, and if two grids share a cell.
+    function; ValueError for an unknown key, and if two grids share a cell.
 
     >>> grid = {"task": "digits", "formats": ["fp32"], "scaling": ["none"], "task_options": None}
     >>> [str(cell) for cell in plan_all(grid, [{"formats": ["e5m2"], "scaling": ["torch"]}])]
@@ -224,7 +226,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     planned = [cell for cells in asked for cell in cells]
     _require_different(planned)
     require_different({label(cell.config["format"]): cell.name for cell in planned if cell.name})
-    # If a grid has float32 among its own formats, it is not added again.
+    # A float32 cell that a grid already has is not added again.
     known = {cell.id for cells in asked for cell in cells}
     all_cells: list[Cell] = []
     for one, cells in zip(grids, asked, strict=True):
@@ -240,7 +242,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
 
 
 def _warn_of_idle_scaling(grids: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> None:
-    """Warn if a scaling method was given, but no cell has one."""
+    """Warn if scaling methods were given, but no cell uses any of them."""
     asked = [method for grid in grids for method in grid["scaling"] if _method(method) != "none"]
     if asked and all(cell.config["scaling"] == "none" for cell in cells):
         formats = [fmt for grid in grids for fmt in grid["formats"]]
@@ -275,8 +277,11 @@ def _task_and_options(
 
 
 def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> None:
-    """Raise ValueError for a rollout if the task draws no samples; a user's task raises the error when it runs."""
-    # This raises for an invalid format, too.
+    """Raise ValueError for a rollout if there is a training function, or a task of the library that draws no samples.
+
+    A user's task raises this error only when it runs.
+    """
+    # `rollout_of` also raises an error for an invalid rollout.
     if rollout_of(fmt) is None:
         return
     if train is not None:
@@ -303,10 +308,10 @@ def _require_native(methods: Sequence[str | float], options: Mapping[str, Any], 
 
 
 def _require_task(function: Any) -> None:
-    """Raise TypeError for a training function given as a task: its first parameter is a job."""
+    """Raise TypeError if the function given as a task is a training function: its first parameter is a job."""
     try:
-        # Such a function is recognized by name or annotation: if it were called with a seed, it would fail in a worker,
-        # long after.
+        # The parameter is recognized by its name or annotation. Without this check the function would be called with a
+        # seed, and fail late, in a worker.
         first = next(iter(inspect.signature(function).parameters.values()), None)
     except (TypeError, ValueError):
         return
@@ -336,8 +341,8 @@ def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
             f"task_options is {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
         )
     try:
-        # The options are converted to JSON and back, so that tuples become lists, as when they are read from the
-        # ledger. Both must have the same id.
+        # The options are converted to JSON and back, so that tuples become lists. A cell then has the same id when its
+        # options are read from the ledger.
         own: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -351,7 +356,10 @@ def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_configuration(config: object) -> bool:
-    """True if a value has the form of a cell's configuration, with values of any kind."""
+    """True if a value has the keys of a cell's configuration, with values of the right types.
+
+    The values of "format" and "scaling" may have any type.
+    """
     if not isinstance(config, dict) or config.keys() != {*AXES, "options"}:
         return False
     words = isinstance(config["task"], str) and isinstance(config["rounding"], str)
@@ -368,7 +376,7 @@ def is_intact(cell: str, config: dict[str, Any]) -> bool:
 
 
 def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
-    """Restore a cell of a ledger, checking it like one of a YAML file. Its task is not looked up.
+    """Restore a cell of a ledger. Its settings are checked like those of a YAML file, but its task is not looked up.
 
     cell, config: the id and the configuration of the cell in the ledger.
     Raises ValueError, with the id, if the configuration does not match the id or does not describe a cell.

@@ -19,12 +19,12 @@ __all__ = ["MakeTask", "TrainFunction", "is_local", "is_own", "own_training", "p
 
 MakeTask = Callable[[int], Task]
 TrainFunction = Callable[[Job], Mapping[str, Any]]
-# The prefix of a training function's name in the field of the task's name.
+# The prefix of a training function's name in a configuration, where the name replaces the task's name.
 OWN = "train "
 
 
 def own_training(train: str | TrainFunction) -> str:
-    """Return the name of a training function, used as a task's name. Raises TypeError and ValueError as `task_of`."""
+    """Return the name of a training function for a configuration. Raises TypeError and ValueError like `task_of`."""
     if isinstance(train, str) and ":" not in train:
         raise ValueError(f"train={shown(train)} is invalid. Expected: a function, or 'module:function'.")
     if isinstance(train, str) or callable(train):
@@ -58,7 +58,7 @@ def is_local(name: str) -> bool:
 def task_of(task: str | MakeTask) -> str:
     """Return the name of a task in a configuration; the name of a function that cannot be imported ends with a hash.
 
-    The name of a task with the user's own data also ends with a hash, "chars=book.txt#0a1b2c3d", of the file or folder.
+    The name of a task with the user's own data ends with a hash of the file or folder: "chars=book.txt#0a1b2c3d".
 
     The hash of a function covers its source, its defaults, and the globals and closed-over variables that it uses:
     numbers, strings, tensors, arrays, lists, tuples and mappings of them, and functions and classes of the same
@@ -80,7 +80,7 @@ def task_of(task: str | MakeTask) -> str:
             f"task is {type(task).__name__}. Expected: a name, 'module:function', or a function. "
             f"Write one around it: def mine(seed): return make(seed, ...)."
         )
-    # A notebook's function keeps its name when it is edited. With another hash, its cells are new cells.
+    # A notebook's function keeps its name when it is edited. The hash changes, so that its cells are new cells.
     return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]
 
 
@@ -121,7 +121,7 @@ def _members(cls: Any) -> dict[str, Any]:
 def _values(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
     """Yield a value as text that is the same in every process; yield nothing for objects that are not covered."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        # The bytes of an array of Python objects are addresses.
+        # The bytes of an array of Python objects are addresses, which differ between processes.
         value = value.tolist()
     elif isinstance(value, torch.Tensor) and value.is_nested:
         # A nested tensor has no shape.

@@ -32,16 +32,17 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 3
-# Version 2 of the ledger had no version of the numbers. Version 1 had no digests, and was never released.
+# The oldest version of the ledger that can be read. Version 2 stores no version of the numbers. Version 1 has no
+# digests, and was never released.
 FIRST_VERSION = 2
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
 BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to the ledger
-# The largest file that may be opened: 100,000 finished cells take 100 MB.
+# The size of the largest file that is opened. 100,000 finished cells take 100 MB.
 MOST_BYTES = 1 << 32
 MOST_BYTES_OF_A_ROW = 1 << 26
-# The number of seconds after which the log is written into the file again, so that a damaged log loses less.
+# The log is written into the file after this many seconds, so that a damaged log loses less.
 TRUNCATE_EVERY = 60.0
 
 SCHEMA = """
@@ -83,7 +84,7 @@ RESULT = (
     "bits",
 )
 COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
-# The columns in every digest. "bits" is included only if it is set: digests of version 2 were made without it.
+# The columns in every digest. "bits" is added to a digest only if it is set, because version 2 had no "bits".
 SEALED = COLUMNS[:-1]
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
@@ -103,13 +104,13 @@ class RowChanged(LookupError):
 class Ledger:
     """Cells and their states in a file. One driver writes; any number of processes read (write-ahead log).
 
-    Every change is one transaction: a killed process leaves the last complete one. Every row carries a digest of its
-    content. A row that does not match its digest is "damaged": it counts as failed, with an error that says so, and the
-    next driver plans the cell again.
+    Every change is one transaction. If a process is killed, all complete transactions are kept. Every row carries a
+    digest of its content. A row that does not match its digest is "damaged": it counts as failed, with an error that
+    says so, and the next driver plans the cell again.
 
     path: the file, or ":memory:".
-    readonly: True for readers; the file must exist. In a folder that cannot be written, the file must be complete: no
-        driver may have died there.
+    readonly: True for readers; the file must exist. In a folder that cannot be written, the log of the file must be
+        empty. It is not empty if a driver died there.
     bits: the version of the numbers that a driver writes; None to continue results of any version.
     Raises OtherBits if results have another version of the numbers; FileNotFoundError if there is no file to read;
     ValueError for a file that is not a ledger, that is damaged, or that has version 1 or a newer version than this. A
@@ -185,7 +186,7 @@ class Ledger:
         self._sql.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")
 
     def _is_at_rest(self) -> bool:
-        """True if no transaction waits in the log, so that the file can be read alone."""
+        """True if no transaction waits in the log, so that the file can be read without its log."""
         log = self.path.with_name(self.path.name + "-wal")
         return not log.exists() or log.stat().st_size == 0
 
@@ -235,10 +236,10 @@ class Ledger:
         else:
             self._require_sound(version)
             if self.bits is not None:
-                # The check is here, before anything in the folder changes.
+                # The numbers are checked here, before anything in the folder changes.
                 self._require_bits(version)
         if not self.readonly:
-            # There are only two transactions for each cell, so that full synchronization costs little.
+            # There are only two transactions for each cell, so full synchronization costs little.
             self._query("PRAGMA synchronous = FULL")
             if 0 < version < SCHEMA_VERSION:
                 self._bring_up()
@@ -254,7 +255,7 @@ class Ledger:
             self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _require_sound(self, version: int) -> None:
-        """Raise UnreadableLedger unless SQLite finds the file whole, with the columns of its version."""
+        """Raise UnreadableLedger for damage, for a view, trigger or virtual table, and for unexpected columns."""
         for kind, name, text in map(tuple, self._query("SELECT type, name, sql FROM sqlite_master")):
             # A trigger can change written rows, and a view or a virtual table may compute forever.
             is_plain = kind == "index" or (kind == "table" and str(text).upper().startswith("CREATE TABLE"))
@@ -286,7 +287,7 @@ class Ledger:
             self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _query(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
-        """Return the rows of a statement. Raises UnreadableLedger if SQLite meets damage."""
+        """Return the rows that a statement yields. Raises UnreadableLedger if the file is damaged."""
         try:
             return self._sql.execute(statement, values).fetchall()
         except sqlite3.OperationalError as error:
@@ -302,12 +303,12 @@ class Ledger:
         return _Transaction(self._sql, self._query)
 
     def _seal(self, cell: str) -> None:
-        """Write the digest of a row as it is now."""
+        """Compute the digest of a cell's row, and write it into the row."""
         (row,) = self._query("SELECT * FROM cells WHERE id = ?", (cell,))
         self._query("UPDATE cells SET digest = ? WHERE id = ?", (_cell_digest(row), cell))
 
     def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
-        """Plan cells, given as (id, configuration); known cells stay unchanged. Returns the number of new ones."""
+        """Plan cells, given as (id, configuration); known cells stay unchanged. Returns the number of new cells."""
         with self._transaction():
             plan = self._plan_or_rows()
             first = self._query("SELECT coalesce(max(position) + 1, 0) FROM cells")[0][0]
@@ -380,7 +381,7 @@ class Ledger:
                 self._plan_again(cell)
 
     def repair(self, cells: Mapping[str, dict[str, Any]]) -> None:
-        """Plan damaged cells again, {id: configuration}."""
+        """Plan damaged cells again, which are given as {id: configuration}."""
         with self._transaction():
             for cell, config in cells.items():
                 self._query("UPDATE cells SET config = ? WHERE id = ?", (json.dumps(config), cell))
@@ -392,7 +393,7 @@ class Ledger:
         self._seal(cell)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Delete damaged rows by their numbers, because their ids may not be text."""
+        """Delete damaged rows by their row numbers, because their ids may not be text."""
         with self._transaction():
             for number in numbers:
                 self._query("DELETE FROM cells WHERE rowid = ?", (number,))
@@ -406,7 +407,7 @@ class Ledger:
         self._settle(cell, "done", result)
 
     def fail(self, cell: str, error: str, traceback: str = "") -> None:
-        """Write why a running cell has no result. The middle of a long text is left out."""
+        """Mark a running cell as failed, with its error. The middle of a long text is left out."""
         self._settle(cell, "failed", {"error": error, "traceback": traceback})
 
     def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
@@ -436,18 +437,18 @@ class Ledger:
         self._query(f"PRAGMA busy_timeout = {patience}")
 
     def counts(self) -> dict[str, int]:
-        """The number of cells in each state."""
+        """Return the number of cells in each state."""
         return counted(self.rows())
 
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
-        """A dictionary of columns for each cell, in the order of planning, with "config" and "metrics" decoded.
+        """Return a dictionary of columns for each cell, in the order of planning, with decoded "config" and "metrics".
 
         The key "damaged" is 0, or the row's number in the file if the row is damaged. A damaged row has the state
         "failed" and no result; its configuration is empty unless it can still be read.
 
         state: only cells in this state; None for all.
         """
-        # A damaged row counts as failed, whatever its state says. All rows are therefore read for "failed".
+        # A damaged row counts as failed, whatever its stored state is. For "failed", all rows are therefore read.
         where = "" if state in (None, "failed") else "WHERE state = :state"
         found = self._query(f"SELECT rowid AS number, * FROM cells {where} ORDER BY position, id", {"state": state})
         # The names are read once for all rows: asking each sqlite3.Row for its names takes longer than decoding the
@@ -472,11 +473,11 @@ class Ledger:
         return row
 
     def states(self) -> dict[str, str]:
-        """{id: state} of every cell."""
+        """Return {id: state} for all cells."""
         return {row["id"]: row["state"] for row in self.rows()}
 
     def add_session(self, environment: dict[str, Any]) -> None:
-        """Write the environment of a driver, with the current time."""
+        """Add a session: the environment of a driver, and the current time."""
         row = {"started": time.time(), "environment": json.dumps(environment)}
         with self._transaction():
             plan = self._plan_or_rows()
@@ -518,7 +519,7 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Switch the cycle collector off in a block: it takes a quarter of the time in which 100,000 rows are created."""
+    """Disable the cycle collector in a block. It would use a quarter of the time in which 100,000 rows are created."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -529,7 +530,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return an identity of a file that does not depend on its name."""
+    """Return the device and inode of a file, which do not depend on its name."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
@@ -544,13 +545,13 @@ def _session_digest(row: Any) -> str:
 
 
 class _Transaction:
-    """A context whose statements take effect all together, or not at all."""
+    """Context manager for a transaction: the statements in its block take effect all together, or not at all."""
 
     def __init__(self, sql: sqlite3.Connection, query: Callable[[str], object]) -> None:
         self._sql, self._query = sql, query
 
     def __enter__(self) -> None:
-        # Ctrl-C came between an earlier BEGIN and the block that follows it.
+        # If Ctrl-C came between an earlier BEGIN and its block, that transaction is still open.
         if self._sql.in_transaction:
             self._query("ROLLBACK")
         self._query("BEGIN IMMEDIATE")
@@ -558,6 +559,6 @@ class _Transaction:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._query("COMMIT")
-        # There is no transaction any more: a full disk has ended it.
+        # If a full disk has already ended the transaction, there is nothing to roll back.
         elif self._sql.in_transaction:
             self._query("ROLLBACK")

@@ -1,6 +1,6 @@
 """Detect missing data in a sweep's folder: planned cells without a row, telemetry without a result, lost sessions.
 
-A driver locks the folder. While it runs, fewer things count as missing.
+A driver locks the folder. While a driver runs, telemetry without a result does not count as missing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ except ImportError:
 
 
 def lock_path(out: Path) -> Path:
-    """Return the path of the lock file of a folder's driver. The system releases the lock when the process dies."""
+    """Return the path of the lock file of a folder's driver. The kernel releases the lock when the process dies."""
     return out / "ledger.lock"
 
 
 def require_lockable(out: Path) -> None:
-    """Raise ChangedFolder if the lock is not a file but, for example, a pipe or a link."""
+    """Raise ChangedFolder if the lock is not a regular file but, for example, a pipe or a link."""
     require_own_file(lock_path(out))
 
 
 def is_driven(out: Path) -> bool:
-    """True if a driver on this machine runs in a folder, or if this cannot be told. The folder is not changed.
+    """True if a driver on this machine runs in a folder, or if this cannot be determined. The folder is not changed.
 
     >>> is_driven(Path("nowhere"))
     False
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """Lost data of a sweep's folder. It is false if nothing is lost. `str` describes the losses.
+    """Lost data of a sweep's folder. Its truth value is False if nothing is lost. `str` describes the losses.
 
     cells: the ids of cells that were planned, or have telemetry, but have no row.
     planned: the number of cells that should exist.
@@ -147,11 +147,11 @@ def read_snapshot(ledger: _Ledger, out: Path, *, drives: bool = False) -> Snapsh
 
     ledger, out: the ledger and the folder of the sweep. If the ledger has no plan, missing rows are found only by their
         telemetry.
-    drives: whether the caller is the folder's driver. While another driver runs, only planned cells count as missing,
-        because it writes telemetry before the row.
+    drives: whether the caller is the folder's driver. While another driver runs, telemetry is not compared with rows,
+        because a driver writes a cell's telemetry before its result.
     """
-    # This is asked before and after reading: a driver that starts or ends in between may have written telemetry without
-    # a row.
+    # The lock is checked before and after reading: a driver that starts or ends in between may have written telemetry
+    # without a result.
     driven = not drives and is_driven(out)
     # The plan is read before the rows: cells that a driver adds in between then have rows, and do not count as missing.
     plan = ledger.plan()
@@ -166,8 +166,8 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
     known = {row["id"]: row for row in rows}
     expected = files if plan is None else files | plan.cells
     strangers = [cell for cell, row in known.items() if row["damaged"] and cell not in expected]
-    # A damaged row with an unknown id is probably the row of a lost cell. For each such row one cell is taken from the
-    # list; otherwise the cell would be reported twice.
+    # A damaged row with an unknown id is probably the row of a lost cell. For each such row one cell is removed from
+    # the lost cells; otherwise the cell would be reported twice.
     lost = sorted(expected - known.keys())[len(strangers) :]
     return Missing(
         cells=tuple(lost),
@@ -183,7 +183,7 @@ def _with_telemetry(out: Path, done: Collection[str]) -> set[str]:
     ids = set()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(out / "telemetry") as entries:
         for entry in entries:
-            # A driver that has just begun deletes leftovers.
+            # A driver that has just started may delete leftover files during this loop.
             with suppress(FileNotFoundError):
                 found = FILE.fullmatch(entry.name)
                 # `stat` is called only if it is needed, not for each of 100,000 files.

@@ -1,4 +1,4 @@
-"""Names of formats: as given in a sweep, otherwise short and easy to say. A cell's identity has no names."""
+"""Names of formats: the name given in a sweep, otherwise a short name. Names are not part of a cell's identity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TILES = ("per 1x128 ceil", "per 128x128 ceil")
 def unnamed(entry: Any) -> tuple[Any, str]:
     """Split an entry of a sweep's formats into the format and its name, which is "" if it has none.
 
-    entry: a format, {"name": ..., "format": a format}, or a format's mapping with "name" in it.
+    entry: a format, {"name": ..., "format": a format}, or a format as a mapping that has the key "name" too.
     Raises ValueError for an invalid name, and for a name without a format.
 
     >>> unnamed({"name": "mine", "error": "e5m2"}), unnamed({"name": "mine", "format": "mxfp4"}), unnamed("fp16")
@@ -58,7 +58,7 @@ def _is_name(name: object) -> bool:
 
 
 def short_name(fmt: Any) -> str:
-    """Return a short name of a canonical format that is easy to say; its `label` if it has no such name.
+    """Return a short name of a canonical format; its `label` if it has no short name.
 
     >>> [short_name(fmt) for fmt in ("fp16", "recipe:bf16", "recipe:fp8_current", "mxfp4", "e4m3fn per tensor fp32")]
     ['fp16', 'bf16', 'fp8_current recipe', 'MXFP4', 'FP8, a scale per tensor']
@@ -134,11 +134,11 @@ def _of_operands(products: Mapping[str, str]) -> str:
         return ""
     parts = {name: _parts(fmt) for name, fmt in products.items()}
     elements = {element for element, _ in parts.values()}
-    # Block formats have names of their own, in which one word stands for element and scale.
+    # The names of block formats do not separate element and scale.
     if len(elements) > 1 or any(fmt in fpsim.BLOCKS for fmt in products.values()):
         return ""
     (element,) = elements
-    # The cell's method scales a gradient that has no scale of its own.
+    # If the format of the gradient has no scale, the cell's scaling method scales the gradient.
     if not parts["dy"][1]:
         return f"{element}, gradients by method" if parts["x"][1] == parts["w"][1] else ""
     if all(fmt.endswith(TILES) for fmt in products.values()) and len({*products.values()}) > 1:
@@ -190,7 +190,7 @@ def require_different(names: Mapping[str, str]) -> None:
 
 
 def file_name(words: str) -> str:
-    """Return a file name made of words: characters that a system may refuse become underscores.
+    """Return a file name made of words: characters that a file system may refuse become underscores.
 
     >>> file_name("FP8, a scale per 1x128 (ceil) torch seed 0"), file_name("a/b:c")
     ('FP8, a scale per 1x128 (ceil) torch seed 0', 'a_b_c')

@@ -14,13 +14,13 @@ from typing import Any
 __all__ = ["Configs", "as_float64", "digest_of", "is_json_number", "json_object", "storable"]
 
 MOST_TEXT = 20_000  # the number of characters that are kept of an error or a traceback
-# The methods are used, because json.dumps and json.loads check their options in each call.
+# These methods are faster than json.dumps and json.loads, which check their options in each call.
 ENCODE, DECODE = json.JSONEncoder().encode, json.JSONDecoder().decode
 SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # the seed in a configuration's JSON
 
 
 def digest_of(values: Sequence[Any]) -> str:
-    """Return the SHA-256 of values of SQLite, written as JSON by json.dumps.
+    """Return the SHA-256 of SQLite values, in the JSON text that json.dumps would write.
 
     >>> values = [1, None, "\\u00e9", 0.5, math.inf]
     >>> digest_of(values) == hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -34,7 +34,8 @@ def _float(value: float) -> str:
     return repr(value) if math.isfinite(value) else ENCODE(value)
 
 
-# the text that json.dumps writes for each type of SQLite: calling it would take longer than all values of a row
+# Functions that write each SQLite type as json.dumps does. One call of json.dumps would take longer than these
+# functions take for a whole row.
 WRITTEN: dict[type, Callable[[Any], str]] = {
     str: json.encoder.encode_basestring_ascii,
     int: repr,
@@ -46,7 +47,8 @@ WRITTEN: dict[type, Callable[[Any], str]] = {
 class Configs:
     """Decode the configurations of a sweep. Configurations that differ only in the seed share everything else.
 
-    Most of 100,000 cells differ only in the seed. Decoding each of them would take seconds, and a kilobyte per cell.
+    In a sweep of 100,000 cells, most differ only in the seed. If each cell were decoded separately, this would take
+    seconds, and a kilobyte per cell.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class Configs:
         known = self._known.get(before + after)
         if known is None:
             known = json_object(text)
-            # It is not shared either if the number found belongs to another "seed", which is nested deeper.
+            # Nothing is shared if the number that was found belongs to another "seed", at a deeper level.
             if known is None or known.get("seed") != int(seed):
                 return known
             self._known[before + after] = known
@@ -84,7 +86,7 @@ def is_json_number(value: object) -> bool:
 
 
 def as_float64(value: Any) -> Any:
-    """Replace an integer beyond float64 by inf or -inf, as JSON reads such a decimal.
+    """Replace an integer beyond the range of float64 by inf or -inf, as JSON reads a decimal of this size.
 
     >>> as_float64(10**400), as_float64(-(10**400)), as_float64(3)
     (inf, -inf, 3)

@@ -50,25 +50,25 @@ COUNTED = {"elements": "count", "nonzero": "nonzero", "underflow": "underflow_co
 
 
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a training.
+    """Return the arrays of a training.
 
     Always:
-        losses, scales: (steps,), the loss of each step and the loss scale before it.
+        losses, scales: (steps,), the loss of each step and the loss scale before the step.
         skipped: the steps that were skipped because a gradient was not finite.
     If the training is evaluated in between:
         evaluations.steps, evaluations.METRIC: (evaluations,).
     If a user's training function trains:
-        curves.NAME: (2, numbers), steps and values that it logged.
+        curves.NAME: (2, numbers), the steps and values that the function logged.
     If tallies are recorded, for sites in the order of the forward pass:
-        sites.COLUMN: (sites,), each column of the tallies; NaN where a role has none.
+        sites.COLUMN: (sites,), each column of the tallies; NaN where a role has no value.
         history.steps: (points,).
         history.elements, .nonzero, .underflow, .overflow: (points, sites), the counts up to those steps.
     If tallies are recorded and scaling is adaptive:
         layers.steps: (points,); layers.site: (layers,).
         layers.log2_scale: (points, layers), NaN where a layer had no gradient.
-    If the optimizer stores weights in few bits, at some steps, counted from 0:
-        updates.steps, .lost, .edq: (points,), the steps, the share of lost updates, and the ratio of the effective to
-            the intended update.
+    If the optimizer stores weights in few bits:
+        updates.steps, .lost, .edq: (points,), the recorded steps, counted from 0, the share of lost updates, and the
+            ratio of the effective to the intended update.
         parameters.name, .lost, .at_first: (parameters,), values at the end of the training; see
             `fpsim.LostUpdates.table`.
     """
@@ -96,7 +96,7 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
             for name in ("lost", "at_first")
         }
     if run.rows:
-        # In a file "underflow" is a count, as it was in the first files; in the rows this name is a share.
+        # In files "underflow" has always been a count. In the rows it is a share, and "underflow_count" is the count.
         for name in run.rows[0]:
             if not name.endswith("_count"):
                 key = f"{name}_count" if f"{name}_count" in run.rows[0] else name
@@ -119,10 +119,10 @@ def _column(values: Iterable[Any]) -> np.ndarray[Any, Any]:
 def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
     """Return the curves of a training, {name: (steps, values)}.
 
-    The curves are: "loss" and "scale" of every step, counted from 0; logged values at the steps that were logged, also
-    a logged "loss"; metrics that were computed during the training; "underflow/ROLE", the share of a role's numbers
-    that underflowed up to a step (for "error", the gradients that enter products count too); "updates/lost" and
-    "updates/edq". Other arrays are ignored.
+    The curves are: "loss" and "scale" of every step, counted from 0; logged values at their steps (a logged "loss"
+    replaces the other one); metrics that were computed during the training; "underflow/ROLE", the share of a role's
+    numbers that underflowed up to a step (for "error", the gradients that enter products count too); "updates/lost"
+    and "updates/edq". Other arrays are ignored.
     """
     curves: Curves = {}
     for name, key in NAMES.items():
@@ -150,7 +150,7 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
 
 
 def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
-    """Add a curve if its arrays fit together; a later one replaces an earlier one of the same name."""
+    """Add a curve if its arrays are numeric and equally long. It replaces an earlier curve of the same name."""
     if steps is None or values is None or steps.ndim != 1 or steps.shape != values.shape or not len(steps):
         return
     if all(np.issubdtype(part.dtype, np.number) and part.dtype.kind != "c" for part in (steps, values)):
@@ -158,19 +158,19 @@ def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
 
 
 def npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """Return the content of a compressed .npz file; equal arrays make equal bytes."""
+    """Return the content of a compressed .npz file; equal arrays give equal bytes."""
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     return content.getvalue()
 
 
 def telemetry_path(out: Path, cell: str) -> Path:
-    """Path of a cell's file, by its id, in the folder of a sweep."""
+    """Return the path of a cell's telemetry in the folder of a sweep, by the cell's id."""
     return out / "telemetry" / f"{cell}.npz"
 
 
 def telemetry_digest(content: bytes) -> str:
-    """Digest of a file, as the ledger stores it."""
+    """Return the digest of a file's content, as the ledger stores it."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -180,7 +180,7 @@ def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
 
 
 def is_of_curve(array: str) -> bool:
-    """True if `curves_of` reads an array; most of a file holds data of sites."""
+    """True if `curves_of` reads the array of this name. Most of a file is data of sites that it does not read."""
     return array in OF_CURVES or array.partition(".")[0] in ("evaluations", "curves", "updates")
 
 
@@ -190,7 +190,7 @@ def read_telemetry(
     """Return the arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
 
     digest: the digest that the ledger stores; None if it stores none.
-    is_wanted: a function from an array's name to whether it is read; None to read all.
+    is_wanted: a function that returns whether to read an array, by its name; None to read all arrays.
     """
     path = telemetry_path(out, cell)
     try:
@@ -233,7 +233,7 @@ def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) ->
 
 
 def _array(content: bytes) -> np.ndarray[Any, Any]:
-    """Return the array of an .npy file. Raises ValueError unless the bytes are as many as its header says."""
+    """Return the array of an .npy file. Raises ValueError if the number of bytes does not match the header."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     if version not in HEADS:
@@ -248,21 +248,21 @@ def _array(content: bytes) -> np.ndarray[Any, Any]:
 
 MOST_AT_ONCE = 1 << 25  # bytes read at once from the lines of a training
 EVERY = 1.0  # the least number of seconds between two writes
-# A worker waits this many times as long as it took to write: writing takes 2 % of its time at most.
+# After a write a worker waits this many times as long as the write took, so that writes take at most 2 % of its time.
 LEISURE = 50
 
 
 def live_path(checkpoint: Path) -> Path:
-    """Return the path of the file with the curves of a cell so far, next to its checkpoint."""
+    """Return the path of the file next to a cell's checkpoint that holds the cell's curves so far."""
     return checkpoint.with_suffix(".live")
 
 
 class LiveFile:
     """Progress callback that appends the new values of the curves to a file from time to time.
 
-    If the file cannot be written, nothing is appended: the driver gets the whole curves at the end.
+    If the file cannot be written, nothing is appended: the driver gets the complete curves at the end.
 
-    path: the path of the file, which begins empty.
+    path: the path of the file, which is emptied first.
     run: a function that returns the current state of the training.
     """
 
@@ -302,7 +302,7 @@ class LiveReader:
         self.path, self._at, self.told = path, 0, dict[str, int]()
 
     def read(self) -> Curves:
-        """The new values since the last call, {name: (steps, values)}."""
+        """Return the new values since the last call, {name: (steps, values)}."""
         try:
             with opened(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._at:
@@ -314,14 +314,14 @@ class LiveReader:
             return {}
         whole = content[: content.rfind(b"\n") + 1]
         # No worker writes a line as long as the buffer. A full buffer without a newline is therefore skipped; otherwise
-        # the reader would stay at this place forever.
+        # the reader would never advance.
         self._at += len(whole) or len(content) // MOST_AT_ONCE * MOST_AT_ONCE
         gained: Curves = {}
         for line in whole.splitlines():
             try:
                 name, first, steps, values = json.loads(line)
                 new = self._new(name, first, np.array(steps, float), np.array(values, float))
-            # The line is cut off, because the worker was restarted while writing it.
+            # A line is cut off if the worker was restarted while writing it.
             except (ValueError, TypeError, OverflowError, RecursionError):
                 continue
             if len(new[0]):
@@ -330,14 +330,14 @@ class LiveReader:
         return gained
 
     def rest(self, curves: Curves) -> Curves:
-        """The part of the whole curves that was not read yet."""
+        """Return the part of the complete curves that has not been read yet."""
         unread = {name: self._new(name, 0, *points) for name, points in curves.items()}
         return {name: points for name, points in unread.items() if len(points[0])}
 
     def _new(self, name: str, first: int, steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
         told = self.told.get(name, 0)
         skip = max(told - first, 0)
-        # A line is lost. The values after it are returned at the end by `rest`, which gets the whole curve.
+        # A line before this one is lost. `rest`, which gets the complete curves, will return all values after the gap.
         if first > told:
             return steps[:0], values[:0]
         self.told[name] = max(told, first + len(steps))

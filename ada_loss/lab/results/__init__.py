@@ -73,7 +73,7 @@ class Results(StoredResults):
         """Test which settings are at most a tolerance below float32, which fall short, and which are undecided.
 
         There is a verdict for each task, and for each combination of options in which the cells differ. A verdict is
-        printed as three lists.
+        printed as a few lists.
 
         metric: the metric; by default the first metric of each task.
         tolerance: how far below float32 is good enough, in the units of the metric; by default one percentage point for

@@ -23,7 +23,7 @@ __all__ = ["cell_page", "error_rows", "gradient_rows", "lost_by_site", "paramete
 ALL = "100.0 %"
 POINTS = 120
 MOST_SITES = 40
-# The number of tensors whose error is shown: those with the lowest SQNR.
+# The largest number of tensors whose error is shown. The tensors with the lowest SQNR are chosen.
 MOST_ERRORS = 20
 MOST_NAMES = 8  # the largest number of curves of a cell on the page
 
@@ -95,7 +95,7 @@ def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[li
 def lost_by_site(
     arrays: Mapping[str, NDArray[Any]], role: str = "error"
 ) -> tuple[list[int], list[str], NDArray[np.float64]] | None:
-    """Return a role's lost shares by site: steps, sites and (steps, sites) shares, NaN where there were no numbers.
+    """Return steps, sites, and the lost shares of a role's numbers, (steps, sites); NaN where there were no numbers.
 
     Returns None if there is no recording. Gradients are listed from input to output.
     """
@@ -117,7 +117,7 @@ def lost_by_site(
 
 
 def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each gradient of a training: site, lost, bias of the row sums, kurtosis; from input to output.
+    """Return a row for each gradient, from input to output: site, lost share, bias of the row sums, kurtosis.
 
     The list is empty if there is no recording, or if it comes from a version without the bias. Gradients that are not
     rounded, or that are all zero, are left out.
@@ -167,7 +167,7 @@ def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 def _percent(share: float) -> str:
     if not math.isfinite(share):
         return "-"
-    # 99.96 % must not be shown as 100 %: only a share of exactly 1 is.
+    # Only a share of exactly 1 is shown as 100 %. Therefore 99.96 % is shown as 99.9 %.
     return ALL if share == 1 else f"{min(100 * share, 99.9):.1f} %"
 
 

@@ -37,7 +37,7 @@ class Comparison:
     metric: the name of the metric.
     differences: {seed: the metric of a minus the metric of b}, for the seeds that both have.
     level: the level of the test, and 1 minus the confidence of `interval`.
-    diverged, diverged_too: how many seeds of a diverged, and how many seeds of b.
+    diverged, diverged_too: the number of seeds of a that diverged, and the number of seeds of b that diverged.
     note: a note on the metric, "lower is better".
     statement: the sweep's verdict on a, if b is float32: the result of one test among all settings, at the tolerance.
     step: the step in which the metric is counted: a deviation is taken to be at least half a step, as in the verdict.
@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def p(self) -> float:
-        """Return the two-sided p-value. If all differences are equal, it is 1 if they are zero, and 0 otherwise."""
+        """Return the two-sided p-value. If the standard error is 0, p is 1 for a mean of 0, and 0 otherwise."""
         if math.isnan(self.error):
             return math.nan
         if self.error == 0:
@@ -146,7 +146,7 @@ def in_units(metric: str, value: float, unit: bool = True, tolerance: float | No
         # "z" prints -0.0 as 0.0.
         return f"{100 * value:z.{min(digits, MOST_DIGITS)}f}{' points' * unit}"
     if tolerance is not None and tolerance > 0 and math.isfinite(value):
-        # Two digits after the first digit of the tolerance are kept: smaller digits decide nothing.
+        # Two digits after the tolerance's first digit are kept. Further digits have no influence on a decision.
         value = round(value, 2 - math.floor(math.log10(tolerance)))
     return f"{value:z.3g}"
 
@@ -192,7 +192,7 @@ def compare(
     diverged, diverged_too = (sum(side[seed]["diverged"] for seed in common) for side in (left, right))
     note = results.directions.words(name)
     tasks = {side[seed]["task"] for side in (left, right) for seed in common}
-    # The step is estimated from all cells of the task, as in the verdict, because a few differences do not reveal it.
+    # As in the verdict, the step is estimated from all cells of the task, because a few cells do not reveal the step.
     counted = [row[name] for row in results.rows() if row["task"] in tasks and is_finite_number(row.get(name))]
     size = max((abs(side[seed][name]) for side in (left, right) for seed in common), default=0.0)
     step = smallest_step(counted, size if math.isfinite(size) else None)

@@ -44,7 +44,7 @@ class Curve:
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """Return the means, (points,), over the seeds that have a number there."""
+        """Return the means, (points,), over the seeds that have a number at a point."""
         return _over_seeds(np.nanmean, self.values)
 
     @property
@@ -58,7 +58,7 @@ class Curves(list[Curve]):
     """Curves of a sweep, one for each combination; see `Results.curves`.
 
     name: the name of the quantity.
-    note: "lower is better" if it is, otherwise "".
+    note: "lower is better" for a quantity to minimize, otherwise "".
     """
 
     def __init__(self, curves: Iterable[Curve], name: str, note: str = "") -> None:
@@ -96,7 +96,7 @@ class Curves(list[Curve]):
 
 def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
-        # NumPy warns of a point where no seed has a number. The result there is NaN, as it should be.
+        # NumPy warns of a point where no seed has a number. The result at this point is NaN, which is intended.
         warnings.simplefilter("ignore", RuntimeWarning)
         return reduce(values, axis=0)  # type: ignore[no-any-return]
 
@@ -129,7 +129,7 @@ def curves(
     """See `Results.curves`.
 
     read: the reader of files; by default a new one.
-    most_seeds: the number of first seeds of each combination that are read; None for all seeds.
+    most_seeds: the largest number of seeds of a combination that are read, from the first on; None for all seeds.
     """
     read = read or CurveReader(results)
     if not is_whole(points, least=1):
@@ -144,7 +144,7 @@ def curves(
     for row in rows:
         group = tuple(str(row.get(axis)) for axis in axes)
         seen[group] = seen.get(group, 0) + 1
-        # This check comes before the file is read, because reading takes most of the time.
+        # The number is checked before the file is read, because reading takes most of the time.
         if most_seeds is not None and seen[group] > most_seeds:
             continue
         there = read(row["id"])

@@ -1,4 +1,4 @@
-"""Which tolerances a sweep of a task can decide, in words, from the spread of the task's metric over the seeds.
+"""Estimates of the tolerances that a sweep of a task can decide, from the spread of the task's metric over the seeds.
 
 `benchmarks/tasks.py` measured the spread.
 """
@@ -26,7 +26,7 @@ PAIRED = "gradients in e5m2, adaptive"
 
 
 def decidable(task: str, seeds: int, settings: int = 1) -> str:
-    """Return the smallest tolerance that this many seeds can probably decide; "" for a task that was not measured.
+    """Return, in words, the smallest tolerance that this many seeds can probably decide; "" for an unmeasured task.
 
     Args:
         task: the name of the task.
@@ -79,7 +79,7 @@ def _number(one: Spread, value: float) -> str:
 
 
 class Spread(NamedTuple):
-    """The spread of a task's first metric with its own options.
+    """The spread of a task's first metric, with the task's default options.
 
     metric: the metric that is judged.
     seeds, mean, deviation: the number of seeds, the mean and the standard deviation of float32.
@@ -112,7 +112,7 @@ def _known() -> dict[str, Spread]:
 
 
 def spreads(of_tasks: Mapping[str, Spread]) -> bytes:
-    """Return the content of the file: numbers with four digits; null for the deviation of a single value."""
+    """Return the content of `FILE`: numbers with four digits; null for the deviation of a single value."""
     content = {
         task: {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in one._asdict().items()}
         for task, one in of_tasks.items()

@@ -1,6 +1,6 @@
 """Drawings that the page itself renders, in coordinates from 0 to 100: differences from float32, learning curves.
 
-The page scales them to its width and adds the text, so that they are readable on a phone and in dark mode.
+The page scales the drawings to its width and adds the text, so that both are readable on a phone and in dark mode.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -
 
 
 class _Axis:
-    """The axis of differences from float32. Places go from 0 at the left to 100 at the right, in the order of values.
+    """The axis of differences from float32. Positions go from 0 (left) to 100 (right), in the order of values.
 
-    The axis is linear up to `EVEN` tolerances on both sides; beyond, a factor of two is as long as a tolerance. It
-    reaches from the smallest to the largest difference of a seed, plus a margin, so that no dot lies at its edge.
+    The axis is linear up to `EVEN` tolerances on both sides; beyond, a factor of two is as long as a tolerance. The
+    axis reaches from the smallest to the largest difference of a seed, plus a margin, so that no dot lies at an edge.
     """
 
     def __init__(self, verdict: Verdict) -> None:
@@ -81,13 +81,13 @@ class _Axis:
         self.high = _bent(max([*values, LEAST])) + MARGIN
 
     def place(self, difference: float) -> float:
-        """Return the place, within the axis, of a difference in the units of the metric."""
+        """Return the position of a difference on the axis. difference: in the units of the metric."""
         place = 100 * (_bent(difference / self.tolerance) - self.low) / (self.high - self.low)
         return round(min(max(place, 0.0), 100.0), 2)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Return numbers and their places: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances if there is room."""
+        """Return positions and numbers: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances if there is room."""
         # The numbers are in order of importance: a number that would overlap an earlier one is left out.
         sizes = [1.0, *(k * 10.0**n for n in range(6) for k in (2, 5, 10))]
         values = [0.0, *(sign * size for size in sizes for sign in (-1, 1))]
@@ -124,7 +124,7 @@ def _tick(verdict: Verdict, value: float) -> str:
 
 def _line(one: Combination, axis: _Axis, listed: Collection[str] | None) -> dict[str, Any]:
     comparison, sign = one.comparison, axis.verdict.sign
-    # Judgements are positive if the setting is better; the drawing has the metric's own direction.
+    # Judgements are positive if the setting is better; the drawing uses the direction of the metric.
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
     words = (
         in_units(comparison.metric, comparison.mean, False, axis.tolerance)
@@ -173,7 +173,7 @@ def curve_panels(
     is_log = bool(finite.min() > 0 and finite.max() / finite.min() > FACTOR)
     low, high = float(finite.min()), float(finite.max())
     float32 = [curve for curve in drawn if curve.settings.get("format") == results.float32]
-    # With several tasks or options, there are several float32 lines, and none of them is the float32 of all other
+    # With several tasks or options, there are several curves of float32, and none of them is the baseline of all other
     # curves.
     if len({_task_and_options(curve) for curve in float32}) > 1:
         float32 = []
@@ -220,7 +220,7 @@ def _cells(
     results: StoredResults, drawn: Sequence[Curve], listed: Collection[str] | None
 ) -> Callable[[Curve], list[str]]:
     """Return a function that finds the ids of a curve's cells, among the cells on the page."""
-    # All curves have the same settings.
+    # All curves have the same axes, so the first curve is enough.
     axes = [axis for axis in drawn[0].settings if axis in results.settings]
     found: dict[tuple[str, ...], list[str]] = {}
     for row in results.chosen_rows(None):
@@ -273,7 +273,8 @@ def _covers(a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> bool:
 def _paths(curve: Curve, low: float, high: float, last: float, is_log: bool) -> dict[str, Any]:
     """Return the line of a curve and its band as paths of an SVG of 100 x 100, with gaps where no seed has a number.
 
-    The result also has their heights, 0 at the top: "mean", "top" and "bottom", each (points,).
+    The result also has the heights of the line and of the band's edges, 0 at the top: "mean", "top" and "bottom", each
+    (points,).
     """
     spread = np.where(np.isfinite(curve.deviation), curve.deviation, 0.0)
 

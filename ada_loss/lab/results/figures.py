@@ -56,7 +56,7 @@ MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
 # The mark of a training that diverged, at the edge of a panel.
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
-# If a setting's distance is this many times the next smaller distance, it and all farther settings are off the axis.
+# If a setting's distance is this many times the next smaller distance, this and all farther settings are off the axis.
 FAR = 5
 MOST_DOTS = 200  # the largest number of seeds of a place that are drawn
 PANELS_A_ROW = 4
@@ -89,12 +89,12 @@ def in_the_dark() -> Iterator[None]:
 
 
 def colour(i: int) -> str:
-    """Return the colour of the i-th of several lines; every seventh line has the ink."""
+    """Return the colour of the i-th of several lines; every seventh line has the colour of the text."""
     return (*COLOURS, ink())[i % (len(COLOURS) + 1)]
 
 
 def ink() -> str:
-    """Return the ink: the colour of lines without a hue."""
+    """Return the colour of the text, which is also the colour of lines without a hue."""
     return str(rcParams["text.color"])
 
 
@@ -118,7 +118,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
             by_gain = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
-            # An infinite error cannot be drawn: it is put at the top, as the label of the axis says.
+            # An infinite error cannot be drawn. It is replaced by a value at the top, as the label of the axis says.
             errors = [min(by_gain[g], 3.0) if math.isfinite(by_gain[g]) else 3.0 for g in gains]
             style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
@@ -163,7 +163,7 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
             0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
         }
         chosen = [m for m in methods if m not in constant.values()]
-        # The methods are to the right of the constants, with a gap of one place.
+        # The methods are to the right of the constants, with a gap of one position.
         positions = [max(constant, default=0) + 2 + i for i in range(len(chosen))]
         line = {"color": COLOURS[0], "marker": "o", "markersize": 3.5, "linewidth": 1.2}
         dots = {"color": COLOURS[5], "marker": "D", "markersize": 5, "linestyle": "", "capsize": 2}
@@ -303,7 +303,7 @@ def plot_table(
 
 
 def far_off(distances: Mapping[Any, float]) -> set[Any]:
-    """Return outliers among settings, by distance from the baseline: those that would squeeze the others on an axis.
+    """Return the settings that are so far from the baseline that they would squeeze the other settings on an axis.
 
     The outliers begin at the largest jump between neighbouring distances, by a factor of five or more, and are fewer
     than half of the settings.
@@ -323,7 +323,7 @@ def far_off(distances: Mapping[Any, float]) -> set[Any]:
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
-    """Return all numbers, or a limited number of them, in even steps from the least to the largest.
+    """Return all numbers; if there are more than `most`, that many of them, at even ranks from least to largest.
 
     >>> evenly([3, 1, 2], 3), evenly(range(100, -1, -1), 3)
     ([3, 1, 2], [0, 50, 100])
@@ -457,7 +457,7 @@ def plot_heat(
     edges = [0, *steps]
     low, high = limits
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap=HEAT, vmin=low, vmax=high)
-    # The cells have edges, because viewers of vector pictures would otherwise draw hairlines between cells.
+    # The cells get edges, because viewers of vector pictures would otherwise draw hairlines between cells.
     mesh.set(edgecolor="face", linewidth=0.2)
     axes.set_facecolor("0.85" if ink() == "black" else "0.3")
     is_empty = bool(np.isnan(values).any())
@@ -494,7 +494,7 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
 
 
 def _point_to(axes: Any, y: int, mean: float, left: float, right: float) -> None:
-    """Draw an arrow at the edge beyond which the mean of a setting lies, and write that mean."""
+    """Draw an arrow at the edge beyond which the mean of a setting lies, and write the mean next to the arrow."""
     is_right = mean > right
     at, towards = (right, -1) if is_right else (left, 1)
     axes.plot([at], [y], linestyle="", marker=">" if is_right else "<", markersize=6, color=COLOURS[5], clip_on=False)

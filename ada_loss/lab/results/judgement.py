@@ -1,9 +1,9 @@
 """Statistics of differences from float32: collapses, and one test for each other setting, with a common bound.
 
-A seed has collapsed if the other seeds of its setting rule out that it is one of them. The differences of every other
-setting are tested against minus the tolerance, two-sided: the setting is worse by at most the tolerance, or by more, or
-undecided. Holm's procedure (1979) bounds the chance of a wrong statement. With five settings or more and few seeds,
-similar variances are moderated by each other (Smyth 2004, doi:10.2202/1544-6115.1027).
+A seed has collapsed if it is too low to belong to the other seeds of its setting. The differences of each setting
+without a collapse are tested against minus the tolerance, two-sided: the setting is worse by at most the tolerance, or
+by more, or undecided. Holm's procedure (1979) bounds the chance of a wrong statement. With five settings or more and
+few seeds, similar variances are moderated by each other (Smyth 2004, doi:10.2202/1544-6115.1027).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ LEAST_SEEDS = 3
 LEAST_SHARED = 5
 MOST_SHARED = 5
 # For shared variances, the simulation of benchmarks/verdicts.py chose the next three constants. It simulates 5, 15 and
-# 40 settings with 3 and 5 seeds; differences are normal, with float32 in common. Variances may differ; settings at the
-# tolerance may vary 2 to 5 times as much as settings that equal float32. Real sweeps look like that. Without the raised
-# limit up to 21 % of such sweeps have a wrong statement, which hardly any level repairs.
+# 40 settings with 3 and 5 seeds; differences are normal, with float32 in common. Variances may differ. As in real
+# sweeps, settings at the tolerance may vary 2 to 5 times as much as settings that equal float32. Without the raised
+# limit up to 21 % of such sweeps have a wrong statement, and a lower level would hardly help.
 PART_OF_LEVEL = 0.6
 SHARE_OF_LARGER = 0.9  # a shared variance is raised to this quantile of the sample variances of settings with it
 ALIKE = 8.0  # the least prior degrees of freedom at which variances count as alike
@@ -71,11 +71,11 @@ OF_FLOAT32 = 10.0  # deviations of float32, which differs from seed to seed by m
 USUAL = 0.25  # the share of the other settings whose deviations are below the usual one
 LEAST_OTHERS = 3  # the least number of settings from which a usual deviation is taken
 MOST_COLLAPSED = 10  # the largest number of a setting's seeds that are tested
-# Tolerances, and ranges of the other seeds, for a setting that is set aside; see `seeds_apart`.
+# Limits of `seeds_apart`: in tolerances for the median of the other seeds, and in ranges of the other seeds.
 OTHERS = 5.0
 APART = 3.0
-# A seed is much worse if it is worse by so many deviations of float32 and of other settings, and by so many times the
-# loss of the best seed.
+# A seed is much worse if its loss exceeds MUCH deviations of float32 and of other settings, and TWICE times the loss of
+# the best seed.
 MUCH = 4.0
 TWICE = 2.0
 NEGLIGIBLE = 1e-3  # a deviation below this part of the tolerance says nothing about other settings' deviations
@@ -83,8 +83,9 @@ NO_EXCESS = 1e-9  # with less excess variance of logarithms, settings differ no 
 # A deviation is taken to be at least this part of the step in which a metric is counted.
 PART_OF_STEP = 0.5
 MOST_COUNTED = 10_000  # the largest test set whose size is found, in examples
-# In float32, fractions up to this denominator can be told from other numbers if there are this many values. A single
-# value proves nothing: a quarter of all numbers are such fractions by chance, as pi / 4 is 355 / 452.
+# In float32, fractions with denominators up to MOST_SINGLE can be distinguished from other numbers if there are at
+# least LEAST_SINGLE values. A single value proves nothing: a quarter of all numbers are such fractions by chance, as
+# pi / 4 is 355 / 452.
 MOST_SINGLE = 1_000
 LEAST_SINGLE = 4
 MOST_VALUES = 64  # the largest number of values that are searched for a step
@@ -108,13 +109,13 @@ class Judgement:
         with one.
     mean: the mean of the differences, positive if the setting is better.
     interval: the confidence interval of the mean, at the level at which this setting was tested. It lies on one side of
-        minus the tolerance exactly if the test decides.
+        minus the tolerance if and only if the test decides.
     p: the p-value, before Holm's correction.
     margin: the distance from the tolerance at which this many seeds with this deviation decide, with a probability of
         80 %.
     seeds: how many seeds would decide with a probability of 80 % if the true mean and deviation are the measured ones;
         0 if the test decides, `MOST_SEEDS` + 1 for more than `MOST_SEEDS`.
-    low: the indices of the seeds that collapsed or, if undecided, may have.
+    low: the indices of the seeds that collapsed or, if the test is undecided, may have collapsed.
     """
 
     outcome: str
@@ -150,8 +151,8 @@ def judge_sweep(
     aside = [int(count) for count in (seeds_apart(one, tolerance) for one in values)]
     tested = [i for i in range(len(values)) if not low[i] and not aside[i]]
     used = level_of_tests(level, len(tested), max((len(values[i]) for i in tested), default=0))
-    # The measurements decide which settings are tested, so each setting keeps the part of the level that it had among
-    # all.
+    # The measurements decide which settings are tested, so each tested setting keeps the part of the level that it
+    # would have if all settings were tested.
     used *= len(tested) / max(len(values), 1)
     found = dict(zip(tested, judge([differences[i] for i in tested], tolerance, used, equivalence, step), strict=True))
     usual = _usual_of_others(np.array([_upward_deviation(one) for one in values]))
@@ -172,7 +173,7 @@ def judge_sweep(
 
 
 def level_of_tests(level: float, settings: int, seeds: int) -> float:
-    """Return the level of a sweep's tests, which is less than `level` by the part spent on collapses.
+    """Return the level of a sweep's tests, which is `level` without the part that the tests for collapses use.
 
     With shared variances the tests already use less than the whole level (`PART_OF_LEVEL`).
     """
@@ -186,19 +187,20 @@ def collapses(
     level: float = LEVEL,
     step: float = 0.0,
 ) -> list[NDArray[Any]]:
-    """Count the collapsed seeds of each setting, which are its lowest seeds: an array (...) for each setting.
+    """Return the number of collapsed seeds of each setting, an array (...). Collapsed seeds are the lowest seeds.
 
-    The k lowest of n seeds have collapsed if they lie far below the mean of the others: by so many deviations of the
-    others that k of n normal draws would do so with a chance below the setting's part of the level, for any mean and
-    deviation. With three seeds this takes thousands of deviations, with five some forty.
+    The k lowest of n seeds have collapsed if they lie far below the mean of the others. The distance is so many
+    deviations of the others that k of n normal draws reach it with a chance below the setting's part of the level, for
+    any mean and deviation. With three seeds the distance is thousands of deviations, with five seeds some forty.
 
-    If tails are heavier than normal, chance differences are larger. Collapsed seeds must therefore also lie below this
-    mean by more than `OF_DEVIATION` deviations of the others, `OF_USUAL` usual deviations of the other settings, and
-    `OF_FLOAT32` deviations of float32. They must also lie below this mean, and below float32, by `COLLAPSE` tolerances.
+    If tails are heavier than normal, chance differences are larger. Collapsed seeds must therefore also lie below the
+    mean of the others by more than `OF_DEVIATION` deviations of the others, `OF_USUAL` usual deviations of the other
+    settings, and `OF_FLOAT32` deviations of float32. They must also lie below this mean, and below float32, by
+    `COLLAPSE` tolerances.
 
     differences: for each setting the differences of its seeds, (..., seeds), three seeds or more.
     float32: the deviation of float32 over its seeds, (...).
-    The others are those of `judge`.
+    The other arguments are those of `judge`.
     """
     if not differences:
         return []
@@ -219,8 +221,8 @@ def collapses(
                 break
             others, highest = ordered[..., k:], ordered[..., k - 1]
             deviation = np.maximum(others.std(axis=-1, ddof=1), PART_OF_STEP * step)
-            # Each further seed gets half as much: the parts add up to `part`, and one collapse is likelier than
-            # several.
+            # Each number k of seeds gets half the chance of k - 1: the chances add up to `part`, and one collapse is
+            # likelier than several.
             chance = part * 2 ** (most - k) / (2**most - 1)
             apart = max(OF_DEVIATION, _deviations_apart(seeds, k, chance)) * deviation
             is_low = others.mean(axis=-1) - highest > np.maximum(apart, least[..., i])
@@ -230,11 +232,11 @@ def collapses(
 
 
 def seeds_apart(differences: NDArray[Any], tolerance: float) -> NDArray[Any]:
-    """Count seeds so far below the others that the setting is set aside as undecided, (...).
+    """Return the number of seeds, (...), that are so far below the others that the setting is set aside as undecided.
 
     Few seeds may not suffice to distinguish a collapse from chance. A t-test of such a setting is meaningless, and its
-    variance must not be shared. The counted seeds lose more than `COLLAPSE` tolerances, while the median of the others
-    loses less than `OTHERS`, and they lie below this median by more than `APART` ranges of the others.
+    variance must not be shared. The counted seeds lose more than `COLLAPSE` tolerances, and lie below the median of the
+    others by more than `APART` ranges of the others. This median loses less than `OTHERS` tolerances.
 
     differences: the differences of the setting's seeds, (..., seeds).
     """
@@ -251,7 +253,7 @@ def seeds_apart(differences: NDArray[Any], tolerance: float) -> NDArray[Any]:
 
 
 def _upward_deviation(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the deviation, estimated from the largest value's distance above the median, which no collapse affects."""
+    """Return an estimate of the deviation that no collapse affects: from the largest value's distance to the median."""
     # The expected value of the largest of n normal draws is about the quantile at (n - 3/8) / (n + 1/4): Blom 1958.
     count = values.shape[-1]
     above: NDArray[Any] = values.max(axis=-1) - np.median(values, axis=-1)
@@ -278,12 +280,12 @@ def _is_much_worse(values: NDArray[Any], tolerance: float, deviation: float) -> 
 
 @lru_cache(maxsize=1024)
 def _deviations_apart(seeds: int, low: int, chance: float) -> float:
-    """Return the distance below the others' mean, in their deviations, that the `low` lowest draws reach with a chance.
+    """Return the distance that the `low` lowest draws lie below the mean of the others with a probability of `chance`.
 
-    Take any choice of `low` seeds, and let m and s be mean and deviation of the r others. The chance that all chosen
-    seeds are below m - c s is E[P(x < m - c s)^low], where m is normal with variance 1 / r, and (r - 1) s^2 is
-    chi-squared. The bound is this chance times the number of choices. With one low seed it is Student's prediction
-    interval.
+    The distance c is in deviations of the others. Take any choice of `low` seeds, and let m and s be the mean and the
+    deviation of the r others. The chance that all chosen seeds are below m - c s is E[P(x < m - c s)^low], where m is
+    normal with variance 1 / r, and (r - 1) s^2 is chi-squared. The bound is this chance times the number of choices.
+    With one low seed the bound is Student's prediction interval.
     """
     rest = seeds - low
     s, weight = np.exp(np.linspace(-16.0, 4.0, 801)), 20.0 / 800
@@ -317,8 +319,8 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
     resolution of float64 at `size`.
 
     values: the finite values.
-    size: the size of the values that are compared; None for the size of the largest value. If one setting has a
-        perplexity of 1e30, this must not make the others less certain.
+    size: the size of the values that are compared; None for the size of the largest value. With `size`, a perplexity of
+        1e30 in one setting does not make the other settings less certain.
 
     >>> round(1 / smallest_step([354 / 360, 355 / 360, 351 / 360]))
     360
@@ -349,7 +351,7 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
 
 
 def _step_within(values: NDArray[Any], whole: float, slack: float) -> float:
-    """Return the largest `whole` / N of which all values are multiples within `slack`; 0 if there is none."""
+    """Return the largest `whole` / N that divides all values within `slack`; 0 if there is none."""
     counts = np.arange(1, MOST_COUNTED + 1) / whole
     counts = counts[slack * counts < MOST_SLACK]
     for value in values:  # one by one, because the first value leaves few of 10,000 candidates
@@ -398,7 +400,7 @@ def judge(
 
     differences: for each setting the differences of its seeds, `LEAST_SEEDS` or more, positive if it is better.
     tolerance: the tolerance, 0 or more, in the same units.
-    level: the bound for a wrong statement anywhere, if differences are normal.
+    level: the bound for the probability of any wrong statement, if differences are normal.
     equivalence: whether "match" means that the setting is within the tolerance on both sides, by two one-sided tests
         (Schuirmann 1987).
     step: the step in which the metric is counted; see `smallest_step`.
@@ -449,7 +451,7 @@ def decide(
     equivalence: bool = False,
     step: float = 0.0,
 ) -> Decisions:
-    """Run `judge` on means and variances, of many sweeps at once.
+    """Test like `judge`, but from means and variances, and for many sweeps at once.
 
     means, variances: the means and variances of the differences, (..., settings).
     counts: the numbers of seeds, of the same shape, or of a shape that is broadcast to it.
@@ -458,8 +460,8 @@ def decide(
     freedom = np.broadcast_to(counts - 1.0, means.shape)
     if is_sharing(settings, seeds):
         variances, freedom = _moderated(variances, freedom, tolerance)
-    # Three accuracies are often equal by chance, because accuracies are counted. Without this bound, up to 70 % of
-    # sweeps have a wrong statement if the deviation is less than one example of the test set.
+    # Three accuracies are often equal by chance, because accuracies are counted. Without this least variance, up to
+    # 70 % of sweeps have a wrong statement if the deviation is less than one example of the test set.
     variances = np.maximum(variances, (PART_OF_STEP * step) ** 2)
     outcomes, p = _outcomes(means, np.sqrt(variances / counts), freedom, tolerance, equivalence)
     rejected, levels = _holm(p, _family(level, settings, seeds))
@@ -480,8 +482,8 @@ def _outcomes(
     means: NDArray[Any], errors: NDArray[Any], freedom: NDArray[Any], tolerance: float, equivalence: bool
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the outcome that each setting's test has if it decides, and its p-value."""
-    # If the variance is 0, the quotient is infinite, which decides. At the tolerance itself it is 0 / 0, which must not
-    # decide.
+    # If the variance is 0, the quotient is infinite, which decides. If the mean is also exactly at the tolerance, the
+    # quotient is 0 / 0, which must not decide.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         below = np.nan_to_num((means + tolerance) / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
         above = np.nan_to_num((means - tolerance) / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
@@ -493,9 +495,9 @@ def _outcomes(
 
 
 def _holm(p: NDArray[Any], level: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return which hypotheses Holm's procedure rejects, and the level at which each was tested."""
-    # This is written by hand, because libraries return corrected p-values, but intervals need the levels. Hypotheses
-    # after the first one that is not rejected are not tested, and get its level.
+    """Return which hypotheses Holm's procedure rejects, and the level at which each hypothesis was tested."""
+    # No library is used, because libraries return corrected p-values, but intervals need the levels. Hypotheses after
+    # the first hypothesis that is not rejected are not tested, and get the level of that hypothesis.
     count = p.shape[-1]
     order = np.argsort(p, axis=-1, kind="stable")
     steps = level / (count - np.arange(count))
@@ -527,8 +529,8 @@ def _moderated(variances: NDArray[Any], freedom: NDArray[Any], tolerance: float)
     most = np.where(known, freedom, 0.0).sum(axis=-1, keepdims=True)
     # A setting that varies more than the others must not gain from them. Therefore the shared variance is raised to the
     # 90 % quantile of sample variances with this true variance. A setting with a larger sample variance keeps its own
-    # variance, with its own degrees of freedom. If variances are not alike, each setting keeps its own, except settings
-    # whose variance is 0.
+    # variance, with its own degrees of freedom. If variances are not alike, each setting keeps its own variance, except
+    # settings whose variance is 0.
     limit = shared * stats.chi2.ppf(SHARE_OF_LARGER, freedom) / freedom
     is_own = (variances > limit) | (known & (prior < ALIKE)) | (number < LEAST_SHARED)
     return np.where(is_own, variances, limit), np.where(is_own, freedom, np.minimum(prior + freedom, most))
@@ -558,7 +560,7 @@ def _seeds_that_decide(margin: float, variance: float, seeds: int, level: float)
 def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: float = LEVEL) -> float:
     """Return the tolerance at which a setting that equals float32 is found no worse with a probability of 80 %.
 
-    deviation: the deviation of its differences from float32, seed by seed.
+    deviation: the deviation of the setting's differences from float32, seed by seed.
     seeds: the number of seeds, two or more.
     settings: the number of settings that are tested together. The result is for the strictest of their tests.
 
@@ -571,6 +573,9 @@ def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: f
 
 @lru_cache(maxsize=64)
 def _needed(level: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return numbers of seeds, and for each the distance from the tolerance that a mean needs, in standard errors."""
+    """Return numbers of seeds, and for each the distance from the tolerance at which a mean decides with `POWER`.
+
+    The distances are in standard errors.
+    """
     counts = np.arange(2, MOST_SEEDS + 1)
     return counts, stats.t.isf(level / 2, counts - 1) + stats.t.ppf(POWER, counts - 1)

@@ -49,7 +49,7 @@ __all__ = ["OverviewRow", "overview", "write_report"]
 MOST_CELLS = 5000
 # The largest number of files that are read for the curves of one name.
 MOST_READ = 2000
-# The largest numbers of failures that are listed separately, and of links to the cells of each.
+# The largest number of failures that are listed separately, and of links to the cells of each failure.
 MOST_FAILURES, MOST_LINKS = 200, 30
 # The largest number of cells whose curves are drawn: a curve takes 2 kB.
 MOST_CURVES = 500
@@ -168,7 +168,7 @@ def _question(results: StoredResults) -> str:
 
 
 def _counted(words: Sequence[str], kind: str) -> str:
-    """Return the names of a few things, or the number of many things, whose names are in the lists above."""
+    """Return the names of formats or methods; if there are many, only their number, because the page lists them."""
     return f"the {kind}s {_list(words)}" if len(words) < MANY else f"{len(words)} {kind}s"
 
 
@@ -196,7 +196,7 @@ def _tables(results: StoredResults) -> list[dict[str, Any]]:
 def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Return the rows of a table: (name, [(text, whether it is within a standard deviation of the row's best)]).
 
-    The best place must have the largest number of seeds in its row, because fewer seeds may be easier ones.
+    Only an entry with the largest number of seeds in its row can be the best: fewer seeds may be the easier ones.
     """
     lines = []
     for row in table.down:
@@ -206,7 +206,7 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
         known = {column: sign * mean for column, mean in means.items() if sign and math.isfinite(mean)}
         best = max(known, key=lambda column: known[column], default="")
         spread = table.deviation(row, best) if len(known) > 1 else math.nan
-        # `least` is NaN for a single place or seed: no comparison with it is true, so nothing is bold.
+        # `least` is NaN for a single entry or seed: no comparison with NaN is true, so nothing is bold.
         least = known.get(best, math.nan) - spread
         texts = [(table.text(row, column), known.get(column, math.nan) >= least) for column in table.across]
         lines.append((row, texts))
@@ -214,9 +214,9 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]]:
-    """Return the pictures for which there is data, for a light and a dark page, or the problem that prevents one.
+    """Return the pictures for which there is data, each for a light and a dark page, or with the reason of a failure.
 
-    with_metrics: whether the metrics themselves are drawn too, because differences from float32 are not.
+    with_metrics: whether the metrics are drawn too, because the page has no drawing of differences from float32.
     """
     wanted: list[tuple[str, Callable[[], Any]]] = []
     for table in results.tables() if with_metrics else []:
@@ -262,7 +262,7 @@ def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
 
 
 def _address(figure: Any, width: float | None) -> str:
-    """Return a figure as a data URL. width: the width in inches for which it is drawn again; None for its own width."""
+    """Return a figure as a data URL. width: the largest width in inches; None to leave the figure's width unchanged."""
     if width is not None:
         figure.set_size_inches(min(width, figure.get_figwidth()), figure.get_figheight())
     return f"data:image/svg+xml;base64,{base64.b64encode(figure_bytes(figure, 'svg')).decode()}"
@@ -287,7 +287,7 @@ def _names(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the panels of each curve that a cell has, the loss first."""
+    """Return the panels for each name of a curve that a cell has, the loss first."""
     names = _names(cells)
     names.sort(key=lambda name: name != "loss")
     wanted = (names or ["loss"])[:MOST_NAMES]
@@ -304,9 +304,9 @@ def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dic
 def _failures(
     results: StoredResults, rows: Mapping[str, Mapping[str, Any]], cells: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return each kind of failure with its cells: they failed or diverged, or their file, if it was read, is lost.
+    """Return each kind of failure with its cells: failed cells, diverged cells, and cells whose telemetry is lost.
 
-    cells: the cells that the page lists, to which it can link.
+    cells: the cells that the page lists and can link to, with "damage" if their telemetry was read and is lost.
     """
     listed = {cell["id"]: cell for cell in cells}
     failures: dict[str, dict[str, Any]] = {}
@@ -331,7 +331,7 @@ def _failures(
 
 
 def _columns(rows: Any) -> list[str]:
-    """Return the columns of the table of cells: those in which cells differ, and format, scaling and seed."""
+    """Return the columns of the table of cells: the columns in which cells differ, and format, scaling and seed."""
     rows = list(rows)
     if not rows:
         return ["format", "rounding", "scaling", "seed"]
@@ -354,7 +354,7 @@ def _session(session: dict[str, Any]) -> dict[str, str]:
 
 
 class OverviewRow(NamedTuple):
-    """The row of a format, as text: name, best setting, its metric, its difference from float32, lost gradients.
+    """The row of a format, as text: name, best setting, and this setting's metric, difference and lost gradients.
 
     kind: "match", "above", "short" or "open", as in the verdict; "" for float32, and if nothing is judged.
     cells: the ids of the format's cells, under every setting.
@@ -373,8 +373,8 @@ def overview(results: StoredResults, verdict: Verdict) -> list[OverviewRow]:
     """Return a row for float32 and a row for each format of a verdict, in the order of the sweep.
 
     The best setting of a format has the best mean difference from float32, paired by seed, among the settings with the
-    fewest diverged seeds. If seeds failed, three must be left. Without float32, it is the setting with the best mean.
-    If the metric's direction is unknown, or no seed has a number, the row has "-".
+    fewest diverged seeds. Failed seeds count as diverged if fewer than three seeds have a number. Without float32, the
+    best setting has the best mean. If the metric's direction is unknown, or no seed has a number, the row has "-".
     """
     rows = {row["id"]: row for row in results.rows()}
     values = [*verdict.baseline.values()]
@@ -398,7 +398,7 @@ def _row(
     def differences(one: Combination) -> list[float]:
         return [value for value in one.comparison.differences.values() if math.isfinite(value)]
 
-    # If there is no float32, or none of its seeds, the means themselves are compared.
+    # If a setting has no differences from float32, the means of the metric are compared instead.
     are_paired = all(differences(one) for one in chosen if numbers(one))
 
     # The share of seeds with a number comes first: otherwise the mean of the remaining seeds would flatter a setting

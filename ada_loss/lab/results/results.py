@@ -30,7 +30,7 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "first_metric", "read_reasons", "since", "telling_axes"]
 
-# The column of rows in a folder whose numbers have several versions.
+# The column with the version of a cell's numbers, in a folder with several versions.
 BITS = "bits_version"
 # The file of the reasons why cells diverged or fell short, by id. It is next to the ledger, so that the ledger's rows
 # and digests do not change.
@@ -52,8 +52,8 @@ class StoredResults:
     `missing` lists lost data of the folder, such as planned cells without a row. If data are lost, opening the folder
     warns.
 
-    Control characters and newlines in names and settings are escaped, because they would reach a terminal; in `cells`
-    they are not.
+    Control characters and newlines in names and settings are escaped, because they would reach a terminal. `cells` has
+    them unescaped.
 
     out: the folder.
     minimize, maximize: metrics whose smaller, or larger, values are better; they override the sweep's statement, and
@@ -170,7 +170,7 @@ class StoredResults:
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
             rows = chosen
-            # A cell that lacks an option which other cells have gets None for it.
+            # If a cell lacks an option of other cells, the value of this option is None for the cell.
             is_known = any(name in row for row in every)
             chosen = Rows(row for row in rows if is_known and _word(row.get(name)) == _word(value))
             if rows and not chosen:
@@ -200,7 +200,7 @@ class StoredResults:
         return [cell for cell in self.cells if cell["state"] == "failed"]
 
     def to_frame(self) -> Any:
-        """`rows` as a pandas.DataFrame."""
+        """Return `rows` as a pandas.DataFrame."""
         return data_frame(self.rows())
 
     @property
@@ -228,7 +228,7 @@ class StoredResults:
             raise ValueError(refuse(f"Unknown metric {shown(metric)}", known, word=metric))
 
     def shown(self, metric: str) -> str:
-        """Return a metric's name, marked if it is shown in %, as an accuracy whose values are shares is."""
+        """Return a metric's name. An accuracy's name is marked as `Share` or `NoShare`, depending on its values."""
         if not is_share_by_name(metric):
             return metric
         values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
@@ -317,7 +317,7 @@ class StoredResults:
         others = [*AXES[:1], "rounding", *self._option_names()]
         varying: list[str] = []
         for axis in others:
-            # If the rounding is the usual one, it follows from format and scaling, and distinguishes nothing.
+            # The default rounding follows from format and scaling, so it distinguishes no further tables.
             before = [*varying, "format", "scaling"] if axis == "rounding" else varying
             if _count(all_rows, [*before, axis]) > max(_count(all_rows, before), 1):
                 varying.append(axis)
@@ -331,7 +331,7 @@ class StoredResults:
         return tables
 
     def cell(self, cell: str) -> dict[str, Any]:
-        """Return the cell with an id, as in `cells`. Raises ValueError for an id that is not among them."""
+        """Return the cell with an id, as in `cells`. Raises ValueError for an unknown id."""
         if not isinstance(cell, str):
             raise TypeError(f"cell={shown(cell)} is not a string. Expected: the id of a cell.")
         if cell not in self._by_id:
@@ -357,7 +357,7 @@ class StoredResults:
     def readable_telemetry(
         self, cell: str, is_wanted: Callable[[str], bool] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """Return `telemetry`, or {} if the file cannot be read, to choose among cells."""
+        """Return `telemetry`, or {} if the file cannot be read, so that callers can choose another cell."""
         try:
             return read_telemetry(self.out, cell, self.cell(cell)["telemetry_sha256"], is_wanted)
         except ValueError:
@@ -365,7 +365,7 @@ class StoredResults:
 
 
 def read_reasons(out: Path) -> dict[str, str]:
-    """Return the reasons why cells diverged or fell short, by id; {} if there is no file. ValueError if damaged."""
+    """Return the reasons why cells diverged or fell short, by id; {} without a file. Raises ValueError for damage."""
     try:
         reasons = json.loads(content_of(out / REASONS))
         if not isinstance(reasons, dict):
@@ -394,7 +394,7 @@ def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
 
 
 def first_metric(results: StoredResults, cells: Iterable[str]) -> str | None:
-    """Return the most frequent first metric of some cells, by id; None if no cell has a metric."""
+    """Return the most frequent first metric of the cells with these ids; None if no cell has a metric."""
     firsts = Counter(next(iter(metrics)) for cell in cells if (metrics := results.cell(cell)["metrics"]))
     return max(firsts, key=lambda name: firsts[name], default=None)
 
@@ -409,7 +409,7 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 class _OnceEach:
-    """Call a function once for each object: cells share their settings except the seed; see `Ledger.rows`."""
+    """Call a function once for each object, because many cells share the objects of their settings; see `Configs`."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -418,13 +418,13 @@ class _OnceEach:
     def __call__(self, value: Any) -> Any:
         key = value if isinstance(value, str) else id(value)
         if key not in self._known:
-            # The object is kept, because otherwise another object could get its id.
+            # The object is stored too. If it were deleted, another object could get its id.
             self._known[key] = value, self._function(value)
         return self._known[key][1]
 
 
 def _columns_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by their columns."""
+    """Return options as {column: value}."""
     return {_option(name): in_line(value) if isinstance(value, str) else value for name, value in options.items()}
 
 
@@ -451,6 +451,6 @@ def _word(value: Any) -> str:
     """Return a value as a word that does not depend on its spelling: 0, 0.0 and "0.0" are equal; None is "None"."""
     try:
         return label(value if isinstance(value, bool) else float(value))
-    # OverflowError comes from an integer beyond float64.
+    # OverflowError is raised for an integer beyond float64.
     except (TypeError, ValueError, OverflowError):
         return in_line(label(value))

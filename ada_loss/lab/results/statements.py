@@ -1,4 +1,4 @@
-"""The statements of a verdict: lists of settings compared with float32, and the tests at the end."""
+"""The statements of a verdict: lists of settings compared with float32, and a description of the tests at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["SECTIONS", "WORSE", "Combination", "Section", "Verdict", "as_html", 
 MOST_NAMED = 20
 # The largest number of formats in a list without descriptions.
 MOST_LISTED = 12
-# A part of the tolerance: smaller amounts are rounding errors of float64, and are shown as 0.
+# Amounts below this part of the tolerance are rounding errors of float64, and are shown as 0.
 NOISE = 1e-9
 # The least share of lost gradients that is mentioned.
 NOTABLE = 0.005
@@ -55,9 +55,9 @@ class Combination:
 
     fmt, rest: the format, and the other settings that differ, as words.
     outcome: "match" (worse by no more than the tolerance), "short" (worse by more), "above" (in a test for equivalence:
-        better by more), "collapsed" (some seeds do not belong to the others) or "undecided". Without a test it is
-        "diverged", "worse" (with every seed, and much worse with one), "failed" (no result) or "few" (results of fewer
-        than three seeds).
+        better by more), "collapsed" (some seeds do not belong to the others) or "undecided". Without a test the outcome
+        is "diverged", "worse" (worse with every seed, and much worse with one), "failed" (no result) or "few" (results
+        of fewer than three seeds).
     comparison: the comparison with float32; it has no differences if the setting failed.
     seeds: the number of trainings that are done.
     shares: what the trainings lost, {"underflow", "overflow", "skipped steps": a share}, as means over the seeds.
@@ -89,7 +89,7 @@ class Combination:
 
     @property
     def reasons(self) -> str:
-        """Return what its trainings lost, and the reason, in words; "" if there is nothing to say."""
+        """Return how many trainings diverged, what they lost, and the reason, in words; "" if nothing is known."""
         diverged = self.comparison.diverged
         words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
         text = ", ".join([*words, *self.losses])
@@ -97,7 +97,7 @@ class Combination:
 
     @property
     def losses(self) -> list[str]:
-        """Return what its trainings lost, in words."""
+        """Return a description of each notable loss of the trainings, such as the share of underflowed gradients."""
         return [f"{name} {per_cent(round(share, 3))}" for name, share in self.shares.items() if share >= NOTABLE]
 
     @property
@@ -118,7 +118,7 @@ class Verdict:
     metric: the name of the metric.
     baseline: the results of float32, {seed: metric}; empty without float32.
     tolerance: the tolerance in units of the metric.
-    level: the bound for a wrong statement anywhere, if differences are normal.
+    level: the bound for the probability of any wrong statement, if differences are normal.
     combinations: the combinations, in the order of the sweep.
     subject: the part of the sweep that the verdict is about, if there are several: the task, the options that differ.
     sign: 1 if a larger metric is better, -1 if a smaller metric is better; 0 if this is not known, so that nothing is
@@ -185,7 +185,7 @@ class Verdict:
 
     @property
     def sections(self) -> list[Section]:
-        """Return the lists, without empty ones."""
+        """Return the lists that are not empty."""
         sections = []
         for kind, outcomes in SECTIONS.items():
             chosen = [one for one in self.combinations if one.outcome in outcomes]
@@ -355,7 +355,7 @@ class Verdict:
         return [(word, "") for word in words]
 
     def _words(self, one: Combination) -> str:
-        """Return the description of a combination that the title of its list does not contain; "" if there is none."""
+        """Return what the title of a combination's list does not say about the combination; "" if it says all."""
         parts = []
         if one.outcome in ("match", "above") and one.judgement is not None:
             far = one.judgement.mean > self.tolerance
@@ -401,7 +401,7 @@ class Verdict:
         return f"{words}, {verb} {low if low == high else f'{low} to {high}'}"
 
     def _worse(self, one: Combination) -> str:
-        """Describe by how much a setting is worse that is worse with every seed."""
+        """Describe a setting that is worse with every seed: by how much the seeds are worse."""
         losses = [-self.sign * value for value in one.comparison.differences.values()]
         low, high = (in_units(self.metric, value, False, seen=self.tolerance) for value in (min(losses), max(losses)))
         side = f"more than {self.amount} {self._side} float32"
@@ -420,7 +420,7 @@ class Verdict:
         return f"{words}, by a collapse or by chance: {more} seeds would tell"
 
     def _open(self, one: Combination) -> str:
-        """Describe an open setting: its difference, and how many seeds would decide."""
+        """Describe an open setting: its difference, and how many seeds would decide the test."""
         if one.judgement is None:
             mean = one.comparison.mean
             difference = in_units(self.metric, mean, seen=self.tolerance)
@@ -435,13 +435,16 @@ class Verdict:
         return f"{words}; {number} seeds would probably decide it"
 
     def _estimate(self, one: Combination, positive: bool = False) -> str:
-        """Return the mean difference with its interval, in the metric's own direction, or how much worse it is."""
+        """Return the mean difference with its interval, in the metric's direction.
+
+        positive: whether to return the amount by which the setting is worse instead.
+        """
         assert one.judgement is not None
         sign = -1 if positive else self.sign
         low, high = sorted(sign * bound for bound in one.judgement.interval)
         seen = self.tolerance or high - low or abs(one.judgement.mean)
         least = NOISE * self.tolerance
-        # Without this, 0 would be shown as 1e-17, with an exponent.
+        # Without this step, 0 would be shown as 1e-17, with an exponent.
         values = (value if abs(value) >= least else 0.0 for value in (sign * one.judgement.mean, low, high))
         words = [in_units(self.metric, value, unit=False, seen=seen) for value in values]
         return f"{words[0]} [{words[1]}, {words[2]}]"
@@ -516,7 +519,7 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
 
 
 def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
-    """Return a block of HTML, for a notebook and for the report, which has the style. No line has only a %."""
+    """Return a block of HTML, for a notebook and for the report, which has the style. No line begins with a %."""
     parts = [f"<p>{html.escape(head)}</p>"] if head else []
     for section in sections:
         parts.append(f'<div class="{section.kind}"><b>{html.escape(section.title)}</b><ul>')

@@ -40,7 +40,7 @@ def is_share(metric: str) -> bool:
 
 
 def is_share_by_name(metric: str) -> bool:
-    """True if a metric's name allows it to be a share; then its values decide.
+    """True if a metric may be a share by its name. The values of the metric then decide.
 
     >>> [name for name in ("val_acc", "testAccuracy", "top5_acc", "accelerate", "loss") if is_share_by_name(name)]
     ['val_acc', 'testAccuracy', 'top5_acc']
@@ -50,7 +50,7 @@ def is_share_by_name(metric: str) -> bool:
 
 
 class Table:
-    """A metric by two columns: means, standard deviations, and the number of cells of each.
+    """A metric by two columns: mean, standard deviation and number of cells for each pair of values.
 
     rows, columns: the names of the two columns.
     metric: the name of the metric.
@@ -58,7 +58,7 @@ class Table:
     places: {(row, column): the values of its cells}.
     where: the values by which the cells were chosen, for the title.
     directions: the directions of metrics, larger or smaller is better; by the metric's name if not given.
-    names: {description: name} of formats, so that a place is found by its format's name or description.
+    names: {description: name} of formats, so that an entry is found by its format's name or description.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Table:
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
-        """Return the mean of a place; NaN if a value is NaN, or if there are no values."""
+        """Return the mean of an entry; NaN if a value is NaN, or if there are no values."""
         values = self.places.get(self._place(row, column))
         return mean_of(values) if values else math.nan
 
     def count(self, row: str, column: str) -> int:
-        """Number of cells in a place."""
+        """Return the number of cells in an entry."""
         return len(self.places.get(self._place(row, column), ()))
 
     def _place(self, row: str, column: str) -> tuple[str, str]:
-        """Return the place of a row and a column; a format is found by its name or its description."""
+        """Return the key of an entry in `places`; a format is found by its name or its description."""
         known = row in self.down, column in self.across
         return row if known[0] else self._names.get(row, row), column if known[1] else self._names.get(column, column)
 
@@ -98,7 +98,7 @@ class Table:
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
     def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
-        """Return a place as text: mean and deviation in the unit of `heading`, or "-" if it has no cells."""
+        """Return an entry as text: mean and deviation in the unit of `heading`, or "-" if the entry has no cells."""
         if self._place(row, column) not in self.places:
             return "-"
         return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
@@ -110,7 +110,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """Return the metric with its unit, "lower is better" if it is, and the values that selected the cells."""
+        """Return the metric with its unit, "lower is better" if this holds, and the values that selected the cells."""
         better = self.directions.words(self.metric)
         words = [
             heading(self.metric),
@@ -127,7 +127,7 @@ class Table:
         return writers[kind]()
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each place: row, column, mean, deviation, number of cells; shares are not in %."""
+        """Return a dictionary for each entry: row, column, mean, deviation, number of cells; shares are not in %."""
         names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
         return [
             dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
@@ -135,7 +135,7 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines` as JSON; null for numbers that are not finite."""
+        """Return `lines` as JSON; null for numbers that are not finite."""
         return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class Table:
         return True
 
     def to_frame(self) -> Any:
-        """`lines` as a pandas.DataFrame."""
+        """Return `lines` as a pandas.DataFrame."""
         return data_frame(self.lines())
 
     def plot(self) -> Any:
@@ -160,7 +160,7 @@ class Table:
         return plot_table(self.places, self.title, 100.0 if self.is_share else 1.0)
 
     def to_markdown(self) -> str:
-        """A Markdown table."""
+        """Return a Markdown table."""
         lines = [f"| {self.rows} \\ {self.columns} | " + " | ".join(self.across) + " |"]
         lines.append("|---" + "|---:" * len(self.across) + "|")
         for row in self.down:
@@ -184,13 +184,13 @@ class Table:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
     def to_csv(self) -> str:
-        """`lines` as the content of a CSV file."""
+        """Return `lines` as the content of a CSV file."""
         lines = self.lines()
         return csv_bytes(lines, list(lines[0]) if lines else []).decode()
 
 
 def heading(metric: str) -> str:
-    """A metric with its unit.
+    """Return a metric with its unit.
 
     >>> heading("accuracy"), heading("loss")
     ('accuracy in %', 'loss')
@@ -205,7 +205,7 @@ def mean_of(values: Collection[float]) -> float:
     (1.5, inf, nan)
     """
     if not all(map(math.isfinite, values)):
-        # math.fsum raises an error for inf together with -inf; the mean is NaN.
+        # math.fsum would raise an error for inf together with -inf, where `sum` returns NaN.
         return sum(values) / len(values)
     try:
         return math.fsum(values) / len(values)
@@ -217,7 +217,7 @@ def mean_of(values: Collection[float]) -> float:
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
     """Return a mean with its deviation, in the unit of `heading`; the mean alone if the deviation is NaN.
 
-    A metric that is not a share has four decimals, more if it is below 0.1, and a power of ten if it is tiny or huge.
+    A metric that is not a share has four decimals, and more below 0.1. A tiny or huge metric has a power of ten.
 
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')

@@ -52,7 +52,7 @@ class Tracker(Protocol):
     """
 
     def known(self) -> set[str]:
-        """Return the ids of the cells that were reported to it, also in earlier runs."""
+        """Return the ids of the cells that were reported to this tracker, also in earlier runs."""
         ...
 
     def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
@@ -160,7 +160,7 @@ class TrackerOfRuns:
 
 
 class TensorBoard(TrackerOfRuns):
-    """A run for each cell: every curve, underflow by role, the hyperparameters, and "lower is better" where it is.
+    """A run for each cell: every curve, underflow by role, hyperparameters, and "lower is better" where this applies.
 
     Args:
         folder: the folder of the runs. A run is a folder with the cell's name. The file "cell" in it has the cell's id,
@@ -182,7 +182,8 @@ class TensorBoard(TrackerOfRuns):
         return {_cell_in(path) for path in self.folder.glob("*/cell")}
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
-        # A killed driver left this run. The cell begins again, and old points would be mixed with new ones.
+        # A killed driver may have left a run of this cell. This run is deleted, because its points would mix with new
+        # points.
         for begun in self.folder.glob("*/begun"):
             if _cell_in(begun) == cell:
                 shutil.rmtree(begun.parent)
@@ -225,12 +226,12 @@ class TensorBoard(TrackerOfRuns):
 class MLflow(TrackerOfRuns):
     """A run for each cell: parameters, every curve, underflow by role, and the telemetry file; the cell's id is a tag.
 
-    Curves of layers are left out, because a row in MLflow's store takes long. `Results.telemetry` has them.
+    Curves of layers are left out, because writing a row to MLflow's store takes long. `Results.telemetry` has them.
 
     Args:
         uri: the URI of the tracking store.
         experiment: the name of the experiment; it is created if it does not exist.
-        artifacts: the place of a new experiment's artifacts; None for the store's default.
+        artifacts: the location of a new experiment's artifacts; None for the store's default.
 
     Raises:
         ImportError: without the package.
@@ -383,12 +384,12 @@ class WandB(TrackerOfRuns):
     def add(self, cell: str, curves: Curves) -> None:
         run, _, seen = self._open[cell]
         seen.update(curves)
-        # There is a separate column "step", because wandb drops numbers whose step is smaller than the last.
+        # There is a separate column "step", because wandb drops numbers whose step is smaller than the last step.
         rows: dict[tuple[float, int], dict[str, float]] = {}
         for name, (steps, values) in curves.items():
             times: dict[float, int] = {}
             for step, value in zip(steps.tolist(), values.tolist()):
-                # A value logged again at the same step gets another row; otherwise only the last would remain.
+                # A value logged again at the same step gets another row; otherwise only the last value would remain.
                 times[step] = times.get(step, -1) + 1
                 rows.setdefault((step, times[step]), {})[name] = value
         for (step, _), numbers in sorted(rows.items()):
@@ -427,14 +428,14 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
     made: list[Tracker] = []
     for tracker in wanted:
         if tracker in TRACKERS:
-            # If this were a link, a tracker would delete runs in another folder.
+            # If the tracker's folder were a link, the tracker would delete runs in another folder.
             require_own(out / str(tracker))
         if tracker == "tensorboard":
             made.append(TensorBoard(out / "tensorboard"))
         elif tracker == "mlflow":
             folder = (out / "mlflow").absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            # MLflow would wait for the other end of a pipe, and retry forever if this were a folder.
+            # If one of these files were a pipe or a folder, MLflow would wait or retry forever.
             for suffix in ("", *BESIDE):
                 require_own_file(folder / f"mlflow.db{suffix}")
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
@@ -456,8 +457,8 @@ METHODS = ("begin", "add", "finish", "abandon")
 class Notifier:
     """Report each finished cell to trackers once. A tracker that fails is dropped, so that no result is lost.
 
-    Trackers of running cells get new points every second if driver and workers share the folder; otherwise
-    they get whole curves at the end.
+    A `TrackerOfRuns` gets new points every second if driver and workers share the folder; otherwise it gets complete
+    curves at the end.
 
     trackers: the receivers.
     out: the folder of the sweep.
@@ -465,7 +466,8 @@ class Notifier:
 
     def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
         self.trackers, self.out = [*trackers], out
-        # Ids of cells by tracker: a cell that runs again, because its file was damaged, is not reported twice.
+        # The ids of reported cells by tracker. A cell that runs again, because its file was damaged, is not reported
+        # twice.
         self._known: dict[int, set[str]] = {}
         self._training: dict[str, tuple[Mapping[str, Any], LiveReader]] = {}
         self._begun: dict[int, set[str]] = {}
@@ -570,7 +572,7 @@ class Notifier:
         def finish() -> None:
             told = dict(reader.told)
             rest = reader.rest(curves_of(read_telemetry(self.out, cell)))
-            # `rest` marks the points as reported, but the next tracker still needs them.
+            # `rest` marks the points as reported. The mark is removed, because the next tracker still needs the points.
             reader.told = told
             tracker.add(cell, rest)
             tracker.finish(cell, complete, path)

@@ -1,4 +1,4 @@
-"""The verdict of a sweep: which settings are worse than float32 by more than a tolerance, which not, which open."""
+"""The verdict of a sweep: which settings are worse than float32 by more than a tolerance, are not, or are undecided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "default_toleranc
 
 # The default tolerance: one point of a share, and for another metric a hundredth of float32's mean.
 TOLERANCE = 0.01
-# A mean of float32 within this many deviations of 0 yields no default tolerance: a hundredth of this mean is noise.
+# If float32's mean is within this many deviations of 0, there is no default tolerance: 1 % of such a mean is noise.
 NEAR_ZERO = 3.0
 # The largest number of seeds of a setting whose files are read for skipped steps, underflow and overflow.
 MOST_READ = 100
@@ -65,7 +65,7 @@ def compare(
     metric: str | None = None,
     level: float = LEVEL,
 ) -> Comparison:
-    """See `Results.compare`. A comparison with float32 has the verdict's statement, which tests all settings."""
+    """See `Results.compare`. A comparison with float32 includes a's statement from the verdict on all settings."""
     comparison = pairs.compare(results, a, b, metric, level)
     cells = {row["id"] for row in pairs.rows_of_side(results, a)}
     if {row["format"] for row in pairs.rows_of_side(results, b)} != {results.float32}:
@@ -103,7 +103,7 @@ def _verdict(
             one = replace(one, outcome="few")
         combinations.append(one)
     if is_judged:
-        # The size of a metric that is worse by the tolerance.
+        # The size of the values that are compared: float32's largest value, plus the tolerance.
         size = max(map(abs, baseline.values())) + tolerance
         step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))], size)
         combinations = _judged(combinations, baseline, tolerance, level, sign, equivalence, step)
@@ -139,7 +139,7 @@ def default_tolerance(metric: str, float32: Sequence[float]) -> float | None:
 
 
 def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return words for each row's setting without its format: rounding and scaling, if these differ between rows.
+    """Return a description of each row's setting without the format: rounding and scaling, if they vary between rows.
 
     Stochastic rounding of gradients follows from format and scaling, and is always mentioned.
     """
@@ -160,8 +160,8 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _combination(
     fmt: str, rest: str, rows: Sequence[Mapping[str, Any]], metric: str, baseline: Mapping[int, float], level: float
 ) -> Combination:
-    """Return the differences of a setting from float32, and an outcome if it diverged or failed, without a test."""
-    # Only rows of finished cells have this column; cells of the other rows failed.
+    """Return a setting with its differences from float32: "undecided" until it is tested, or "diverged" or "failed"."""
+    # Only rows of finished cells have the column "diverged"; the cells of the other rows failed.
     finished = [row for row in rows if "diverged" in row]
     silent = [row for row in finished if not row["diverged"] and not is_number(row.get(metric))]
     told = [row for row in finished if row not in silent]
@@ -184,11 +184,11 @@ def _judged(
     equivalence: bool,
     step: float,
 ) -> list[Combination]:
-    """Return the combinations, after judging the undecided ones together."""
+    """Return the combinations, after all undecided combinations were judged together."""
     chosen = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
     differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in chosen]
     judged = [*combinations]
-    # All are judged at once, because the level of each test depends on the number of tests.
+    # The combinations are judged at once, because the level of each test depends on the number of tests.
     found = judge_sweep(differences, [*baseline.values()], tolerance, level, equivalence, step)
     for i, judgement in zip(chosen, found, strict=True):
         seeds = [*combinations[i].comparison.differences]
@@ -207,9 +207,9 @@ def _number(row: Mapping[str, Any], metric: str) -> float:
 
 
 def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what trainings lost: the shares of skipped steps, and of gradients that underflowed or overflowed.
+    """Return the losses of trainings: the shares of skipped steps, and of gradients that underflowed or overflowed.
 
-    Of gradients of activations and gradients of weights, only the role that lost more is kept.
+    Of the two roles, gradients of activations and gradients of weights, only the role with the larger loss is returned.
     """
     lost: dict[str, list[float]] = {}
     for row in rows:

@@ -28,14 +28,14 @@ __all__ = ["SHIPPED", "read_sweep", "text_of", "with_settings"]
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
 MOST_BYTES = 1 << 24
-# The deepest nesting and the most values of a sweep's file.
+# The deepest nesting and the largest number of values of a sweep's file.
 DEEPEST, MOST_VALUES = 20, 100_000
-# A file must have exactly one key of each group.
+# A file must have at least one key of each group.
 REQUIRED = (("task", "train"), ("formats",))
 
 
 def text_of(name: str | Path) -> str:
-    """Return the text of a sweep's file, of yours or of the library, which you can edit for a sweep of your own.
+    """Return the text of a sweep's file: your file, or a file of the library, which you can copy and edit.
 
     >>> text_of("digits").splitlines()[2]
     'task: digits'
@@ -105,7 +105,7 @@ def _path_of(name: str | Path) -> Path:
 
 
 def with_settings(arguments: Mapping[str, Any], settings: Sequence[str], keys: Sequence[str] = KEYS) -> dict[str, Any]:
-    """Return the arguments with some of them changed. `sweep` itself checks the values.
+    """Return a copy of the arguments with changed settings. `sweep` itself checks the values.
 
     settings: "key=value" or "key.inner=value"; the value is YAML, as in a file.
     keys: the known keys.
@@ -156,7 +156,7 @@ def _require_small(content: Any) -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        # The text of this error shows lists and mappings as if they were empty.
+        # DuplicateKeyError shows lists and mappings as if they were empty, so its text is cut off before the value.
         if isinstance(error, DuplicateKeyError):
             return f"{str(error.problem).partition(' with value')[0][: 5 * SHOWN]}{where}"
         return f"{str(error.problem)[: 5 * SHOWN]}{where}"

@@ -1,4 +1,4 @@
-"""The driver of a sweep: it plans cells, runs those that are not done, and keeps their results.
+"""The driver of a sweep: it plans cells, runs the cells that are not done, and stores their results.
 
 The driver does not depend on formats, scaling methods or tasks: `cells.py` checks them, and `work.py` trains a cell.
 """
@@ -51,11 +51,11 @@ except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 
-# A cell fails after this number of workers died while they ran it.
+# A cell fails after this number of workers have died while running the cell.
 MOST_DEATHS = 3
 # The number of letters of an error that are printed.
 MOST_LETTERS = 200
-# The numbers of kinds of failures, and of cells of each kind, that are printed.
+# The largest number of kinds of failures that are printed, and of cells that are printed for each kind.
 MOST_SAID = 5
 
 
@@ -96,7 +96,7 @@ def sweep(
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and return the results.
 
-    Run it again to resume: cells that are done in `out` do not run again, and failed cells run again only with
+    Call `sweep` again to resume: cells that are done in `out` do not run again, and failed cells run again only with
     `retry_failed`. A cell is identified by its whole configuration: any difference makes it another cell. A training
     that diverges is a result. A training that raises an error, hangs or kills its worker is a failure, and the other
     cells go on. An interrupted cell resumes from its checkpoint in `out`, with the same bits as without the
@@ -122,8 +122,8 @@ def sweep(
             "Configuring a sweep" lists.
         updates: the formats in which the optimizer stores weights and states: names of `fpsim.UPDATES`, or mappings
             with the fields of `fpsim.Update`; "float32" leaves the optimizer as it is.
-        also: further grids of cells for the same folder: mappings of those arguments above that differ. A grid with
-            another task has that task's options.
+        also: further grids of cells for the same folder. Each is a mapping of the arguments above that differ from the
+            first grid. A grid with another task has that task's options.
         baseline: whether the float32 baseline of the report is trained with each seed too.
         workers: the number of processes on this machine; for an executor of unknown size, the number of cells in
             flight.
@@ -139,7 +139,7 @@ def sweep(
         engine_timeout: the seconds to wait for a scheduler, and for its first worker.
         retry_failed: whether cells that failed run again.
         keep_states: whether the folder keeps the training states at which formats change, so that cells added later
-            start from them; each is as large as a checkpoint.
+            start from them; each state is as large as a checkpoint.
         keep_old: whether to continue a folder whose results another version of this library computed with other bits;
             see `fpsim.BITS`.
         out: the folder of the sweep, with its ledger, telemetry and report.
@@ -198,7 +198,7 @@ def resume(
 ) -> Results:
     """Run all cells of a ledger that are not done, and return the results.
 
-    The other arguments are those of `sweep`.
+    The arguments that are not listed here are those of `sweep`.
 
     Args:
         out: the folder of the sweep.
@@ -208,7 +208,7 @@ def resume(
 
     Raises:
         ValueError: for a ledger whose cells cannot be read, or have the numbers of another version, for a task that is
-            not trusted, and for a task that is a function which was passed to `sweep`, because only that call has it.
+            not trusted, and for a task that is a function which was passed to `sweep`: only that call has the function.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -280,11 +280,10 @@ def run_cells(
     """
     refuse_in_a_starting_worker()
     functions = _functions_of(cells)
-    # Functions are imported for the error, before any work: a function that cannot be imported would fail in every
-    # cell.
+    # This import only checks, before any work: a function that cannot be imported would fail in every cell.
     for path in functions:
         ImportedOperand(path).function  # noqa: B018
-    # The driver waits up to a second, because `is_driven` of a reader holds the lock for a moment.
+    # The driver waits up to a second for the lock, because a reader that calls `is_driven` holds it for a moment.
     lock = FileLock(lock_path(out), timeout=1)
     try:
         require_lockable(out)
@@ -324,8 +323,8 @@ def run_cells(
             f"folder as it is need neither."
         ) from None
     except (OSError, CannotWrite) as error:
-        # The scheduler's ConnectionError is an OSError too, but its own message is better than the one about the
-        # folder.
+        # The scheduler's ConnectionError is an OSError too. It keeps its own message, because the folder is not the
+        # cause.
         if isinstance(error, ConnectionError):
             raise
         raise _stopped(out, error) from error
@@ -339,8 +338,8 @@ def run_cells(
 
 
 def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
-    """Say, for each task that runs with its own options, which tolerance so many seeds and settings can decide."""
-    # It is imported late, because it needs SciPy, and a sweep without progress does not.
+    """Print which tolerance these seeds and settings can decide, for each task that runs with its default options."""
+    # `decidable` is imported late, because it needs SciPy, which a sweep without progress does not need.
     from ada_loss.lab.results.deciding import decidable
 
     for task in dict.fromkeys(cell.config["task"] for cell in cells):
@@ -348,7 +347,7 @@ def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
         if not is_of_library(task):
             continue
         own = {**OPTIONS, **getattr(find_task(task), "options", {})}
-        # The spread was measured with the task's own options; with other options it may differ.
+        # The spread was measured with the task's default options; with other options it may differ.
         if any(one["options"] != own for one in chosen):
             continue
         seeds = {one["seed"] for one in chosen}
@@ -358,7 +357,7 @@ def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
 
 
 def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
-    """Say on stderr which of these cells have failed, and why."""
+    """Print on stderr which of these cells have failed, and why."""
     asked = {cell.id: cell for cell in cells}
     kinds: dict[str, list[str]] = {}
     for row in results.failures():
@@ -373,7 +372,7 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
 
 
 def _stopped(out: Path, error: Exception) -> SweepStopped:
-    # The message of the error names the remedy.
+    # The message of ChangedFolder already names the remedy.
     if isinstance(error, ChangedFolder):
         return SweepStopped(f"The sweep stopped: {error} What was done is kept.")
     return SweepStopped(
@@ -391,7 +390,7 @@ class _Driver:
     running: the submitted cells, with the time of their submission.
     deaths: how many workers died while they ran a cell, by the cell's id.
     progress: the display, which counts every cell.
-    branches: states that cells share; a cell waits while another cell computes the state from which it can begin.
+    branches: states that cells share. While a cell computes a state, other cells that can begin from this state wait.
     """
 
     def __init__(
@@ -410,7 +409,7 @@ class _Driver:
         self.deaths: Counter[str] = Counter()
 
     def run(self, todo: Sequence[Cell]) -> None:
-        """Run cells to the end."""
+        """Run cells until each of them is done or has failed."""
         waiting = deque(todo)
         with self.progress:
             try:
@@ -428,7 +427,7 @@ class _Driver:
                             self.branches.finish(cell.id, (left.id for left in [*waiting, *self._cells()]))
                         else:
                             waiting.appendleft(cell)
-            # This also runs after Ctrl-C and on a full disk. Cells that were running are planned again.
+            # This block also runs after Ctrl-C and on a full disk. Cells that were running are planned again.
             finally:
                 for future in self.running:
                     future.cancel()
@@ -436,7 +435,7 @@ class _Driver:
                 self.notifier.close()
 
     def _next(self, waiting: deque[Cell]) -> Cell | None:
-        """Take the first cell that need not wait for a running cell; return None if all of them have to wait."""
+        """Remove and return the first cell that need not wait for a running cell; None if all cells have to wait."""
         running = [cell.id for cell in self._cells()]
         for place, cell in enumerate(waiting):
             if not self.branches.is_held(cell.id, running):
@@ -448,7 +447,7 @@ class _Driver:
         return [cell for cell, _ in self.running.values()]
 
     def _submit(self, cell: Cell) -> None:
-        # This is checked before each cell, because the folder may have been replaced by a link since the last check.
+        # The folder is checked before each cell, because a link may have replaced it since the last check.
         require_own(self.out / "checkpoints")
         # The ledger is written first: if the driver dies afterwards, the cell counts as running and is planned again.
         self._write(cell, "planned", lambda: self.ledger.start(cell.id))
@@ -469,7 +468,7 @@ class _Driver:
         )
 
     def _settle(self, cell: Cell, future: Future[Any], seconds: float) -> bool:
-        """Write the result or the failure of a cell. Returns False if it has to run again."""
+        """Write the result or the failure of a cell. Returns False if the cell has to run again."""
         try:
             result, telemetry, trace = future.result()
         except self.engine.worker_died:
@@ -513,8 +512,8 @@ class _Driver:
         """Count the death of a cell's worker after some seconds. Returns False if the cell has to run again."""
         self.deaths[cell.id] += 1
         limit = self.order.time_limit
-        # The worker ends itself GRACE seconds after its limit, so a death near that time is due to the limit, not a
-        # crash.
+        # The worker ends itself GRACE seconds after the time limit, so a death near that time is due to the limit, not
+        # to a crash.
         if limit is not None and seconds >= limit + GRACE / 2:
             self._fail(cell, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
             return True
@@ -530,8 +529,8 @@ class _Driver:
     def _try_to_release(self) -> None:
         """Plan again all cells that are running in the ledger."""
         try:
-            # The ledger is asked: if the driver was interrupted between writing the ledger and self.running, the cell
-            # is only in the ledger.
+            # The running cells come from the ledger: if the driver was interrupted between writing the ledger and
+            # self.running, a cell is only in the ledger.
             running = self.ledger.rows("running")
             self.ledger.release([row["id"] for row in running])
         except (CannotWrite, ChangedFolder):
@@ -540,7 +539,7 @@ class _Driver:
 
 
 def _file(out: Path) -> Path:
-    """Return the file with the tasks of a folder. XDG Base Directory 0.8: $XDG_STATE_HOME, or ~/.local/state."""
+    """Return the path of the list of a folder's tasks, in the state folder of XDG Base Directory 0.8."""
     # `resume` may import these tasks, because the user has named them before. The list is stored outside of the folder,
     # because a foreign folder could contain any list.
     given = os.environ.get("XDG_STATE_HOME", "")
@@ -551,7 +550,7 @@ def _file(out: Path) -> Path:
 def _known(out: Path) -> list[str]:
     try:
         kept = json.loads(content_of(_file(out)))
-    # RuntimeError comes if the user has no home folder.
+    # RuntimeError is raised if the user has no home folder.
     except (OSError, ValueError, RuntimeError, RecursionError):
         return []
     is_ours = isinstance(kept, dict) and kept.get("folder") == str(out.resolve())
@@ -559,7 +558,7 @@ def _known(out: Path) -> list[str]:
 
 
 def remember(out: Path, tasks: Iterable[str]) -> None:
-    """Remember that the user runs these tasks into a folder. A state folder that cannot be written is ignored."""
+    """Store that the user runs these tasks into a folder. A state folder that cannot be written is ignored."""
     together = [*dict.fromkeys([*_known(out), *tasks])]
     if together != _known(out):
         with suppress(OSError, RuntimeError):

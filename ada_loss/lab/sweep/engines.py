@@ -23,7 +23,7 @@ from fpsim.checks import pip_install
 
 __all__ = ["Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
 
-# The certificates of the clusters that this process started, by address. Without them nobody else can connect.
+# The certificates of the clusters that this process started, by address. A client without a certificate cannot connect.
 _CERTIFICATES: dict[str, Any] = {}
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -61,7 +61,7 @@ class Here(Executor):
 
 def refuse_in_a_starting_worker() -> None:
     """End a process that multiprocessing has started and that is still importing the main script."""
-    # The test is that of multiprocessing itself. SystemExit prints one line; an error would print a traceback in each
+    # multiprocessing itself makes the same test. SystemExit prints one line; an error would print a traceback in each
     # worker.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(
@@ -119,11 +119,11 @@ def _distributed() -> Any:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hide Ctrl-C from threads and processes that are started in this block; this thread gets it after the block."""
+    """Block Ctrl-C in threads and processes that are started in this block; this thread handles it after the block."""
     # A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A blocked signal
     # stays blocked in the threads and processes that are started here (not on Windows, where the mask does nothing).
     # The signal may still arrive in another thread of this process, and Python would then raise KeyboardInterrupt in
-    # the main thread. Therefore the handler waits too.
+    # the main thread. Therefore the handler, too, is called only after the block.
     arrived: list[Any] = []
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if callable(handler):
@@ -157,8 +157,8 @@ def _masked() -> Iterator[None]:
 @contextmanager
 def _closed_at_the_end(start: Callable[[], Any]) -> Iterator[Any]:
     """Start an object and close it after the block. Ctrl-C never interrupts the start or the end."""
-    # A client of Dask that is half closed closes itself again when it is deleted. It then waits for an event loop that
-    # has ended, and printed a traceback a minute later.
+    # If closing a client of Dask is interrupted, the client closes itself again when it is deleted. It then waits for
+    # an event loop that has ended, and prints a traceback a minute later.
     with ExitStack() as stack:
         with _interrupts_held():
             started = start()
@@ -214,7 +214,7 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
                 host="127.0.0.1",
                 protocol="tls://",
                 security=security,
-                # With None Dask takes port 8787, which another sweep may use.
+                # With None Dask uses port 8787, which another sweep may use already.
                 dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": False},
                 memory_limit=execution.memory_limit,
@@ -248,8 +248,8 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
 
     with ExitStack() as stack:
         try:
-            # This comes first, outside of the block that holds Ctrl-C back, so that Ctrl-C can end the wait for a
-            # silent scheduler.
+            # The handshake comes first, before Ctrl-C is blocked, so that Ctrl-C can end the wait for a silent
+            # scheduler.
             _shake_hands(distributed, address, security, timeout)
             client = stack.enter_context(_closed_at_the_end(started))
         # TimeoutError is an OSError, too.
@@ -298,13 +298,13 @@ def _shake_hands(distributed: Any, address: str, security: Any, timeout: float) 
         comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
         comm.abort()
 
-    # This runs in another thread, because a notebook's thread already runs an event loop.
+    # The coroutine runs in another thread, because a notebook's thread already runs an event loop.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(asyncio.run, connect()).result()
 
 
 def _offering(client: Any, resources: Mapping[str, float], timeout: float) -> list[str]:
-    """Return the addresses of workers with the resources of a cell; wait some seconds for the first worker."""
+    """Return the addresses of workers with the resources of a cell. Wait up to `timeout` s for the first of them."""
     end = time.monotonic() + timeout
     while True:
         workers = client.scheduler_info(n_workers=-1)["workers"]

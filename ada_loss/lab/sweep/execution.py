@@ -88,13 +88,13 @@ class Execution:
                 f"no limit. Omit it to divide the machine's memory among the workers."
             )
         for name in ("retry_failed", "keep_states", "keep_old"):
-            # A flag from a file: YAML 1.2 reads `no` as a word, which would count as true.
+            # A flag may come from a file: YAML 1.2 reads `no` as a string, which would count as true.
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={shown(getattr(self, name))} is invalid. Expected: true or false.")
 
     @property
     def chosen_engine(self) -> str | Executor:
-        """Return the engine, or the default engine: a time limit needs a process that can be ended."""
+        """Return the engine, or the default. With a time limit the default is "local", whose processes can be ended."""
         return self.engine or ("here" if self.workers == 1 and self.time_limit is None else "local")
 
     @property
@@ -142,7 +142,7 @@ def _is_memory(value: object) -> bool:
             return True
         size = _bytes(value)
         return (isinstance(value, str) or is_number(value)) and (0 <= size <= 1 or LEAST_MEMORY <= size < math.inf)
-    # RuntimeError comes from a tensor with several elements.
+    # RuntimeError is raised for a tensor with several elements.
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
 
@@ -157,6 +157,6 @@ def _bytes(value: Any) -> float:
     try:
         from dask.utils import parse_bytes
     except ImportError:
-        # Without Dask no local worker starts, and this has an error of its own.
+        # Without Dask no local worker starts, which raises a separate error later.
         return 0.0
     return float(parse_bytes(value))

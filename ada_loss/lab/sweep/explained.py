@@ -39,12 +39,12 @@ NOTHING = "fpsim.why finds nothing that is wrong with the step"
 
 
 def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction | None) -> dict[str, str]:
-    """Return the reasons of a folder by cell. New reasons are found, and written next to the ledger.
+    """Return the reasons why cells of a folder diverged or fell short, by cell. New reasons are stored in the folder.
 
     For a cell that diverged, `fpsim.why` examines the step whose loss is not finite, and the step before, which may
-    have spoilt the parameters. For a setting that falls short, it examines the last step of one seed, or else the
-    first. If this fails, a warning is printed, and it is tried again the next time: the results are worth more than the
-    reason.
+    have spoilt the parameters. For a setting that falls short, `fpsim.why` examines the last step of one seed, and, if
+    nothing is wrong there, the first step. If the examination fails, there is only a warning, because the results must
+    not be lost. The next call tries again.
 
     execution: the execution of the new trainings, with their time limit.
     """
@@ -70,7 +70,8 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
         with open_engine(execution) as engine:
             order = order_of((configs[cell]["task"] for cell, _ in waiting), make_task, execution, engine)
             for cell, future in _as_they_end(engine, order, configs, waiting):
-                # For example, a worker died. The exceptions of the cell itself are in the result.
+                # The future has an exception if, for example, a worker died. Exceptions of the cell itself are in the
+                # result.
                 error = future.exception()
                 reason, told = ("", said(error)) if error is not None else future.result()
                 if told:
@@ -85,7 +86,7 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
 def _as_they_end(
     engine: Engine, order: WorkOrder, configs: Mapping[str, Any], waiting: deque[tuple[str, list[int]]]
 ) -> Iterator[tuple[str, Future[Any]]]:
-    """Yield cells with their finished futures; run as many at once as the engine has slots."""
+    """Yield cells with their finished futures; run as many cells at once as the engine has slots."""
     running: dict[Future[Any], str] = {}
     try:
         while waiting or running:
@@ -100,7 +101,7 @@ def _as_they_end(
 
 
 def _ask(config: Mapping[str, Any], order: WorkOrder, steps: Sequence[int]) -> tuple[str, str]:
-    """Return, in a worker, the reason of a cell, and an exception of the task or of `why` in words, or ""."""
+    """Return the reason of a cell, and the text of an exception of the task or of `why`, or "". A worker calls this."""
     try:
         return obey(order, partial(_reason, config, order.device, order.make_task, steps)), ""
     except KeyboardInterrupt:
@@ -123,10 +124,10 @@ def _asked(results: Results) -> list[str]:
 
 
 def _steps(losses: Sequence[float]) -> list[int]:
-    """Return the steps to examine, counted from 0, the most telling first."""
+    """Return the steps to examine, counted from 0, in the order of their importance."""
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    # The last step comes first. If a network learned nothing, its gradient may have vanished there, also in float32.
-    # Then the first step tells the reason.
+    # The last step comes first. If a network learned nothing, its gradient may have vanished in the last step, also in
+    # float32. Then the first step tells the reason.
     if bad is None:
         return [*dict.fromkeys((len(losses) - 1, 0))] if losses else []
     return [i for i in (bad - 1, bad) if i >= 0]
@@ -140,7 +141,7 @@ def _reason(
     config: Mapping[str, Any], device: str, make_task: MakeTask | TrainFunction | None, steps: Sequence[int]
 ) -> str:
     function: Any = make_task or find_task(path_of(config["task"]))
-    # Recording is off, because `why` cannot examine a model that is being recorded. Evaluations would only take time.
+    # Recording is off, because `why` cannot examine a model that is being recorded. Evaluations are off to save time.
     unseen = {"record_every": 0, "evaluate_every": 0}
     options = {name: unseen.get(name, value) for name, value in config["options"].items()}
     found: dict[int, list[str]] = {}
@@ -167,7 +168,7 @@ def _reason(
 
 
 def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
-    """Return the first line of `why` on a step with the first remedy that works; [] if it finds nothing."""
+    """Return the first line of `why` about a step, with the first remedy that works; [] if `why` finds nothing."""
     scaler = training.scaler
     state = scaler.state_dict()
 
@@ -175,7 +176,7 @@ def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
         training.optimizer.zero_grad()
         loss = backward(training.task, training.forward, scaler, x, y, training.options.micro_batches)
         scaler.step(training.optimizer)
-        # This is raised if the scale can fall no further, which is the very failure to explain.
+        # FloatingPointError is raised if the scale can fall no further, which is the very failure to explain.
         with suppress(FloatingPointError):
             scaler.update()
         # `why` calls this function several times, and each call must begin with the same scale.

@@ -1,7 +1,7 @@
-"""Prepare a sweep: plan its cells, plan damaged and lost cells again, delete leftovers.
+"""Prepare a sweep: plan its cells, plan damaged and lost cells again, and delete leftover files.
 
-Trainings whose formats begin alike are trained once until their formats differ, and each continues from that state
-(`Branches`).
+Trainings with the same first formats share one training until their formats differ. Each of them then continues from
+the state at this step (`Branches`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NAME = re.compile(r"[0-9a-f]{16}\.branch")  # the name of a file, made by `diges
 
 
 def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
-    """Plan the cells, and return those that have to run.
+    """Plan the cells, and return the cells that have to run.
 
     Cells that a dead driver left running, and cells whose rows or files are lost or damaged, are planned again. Cells
     of another sweep into the folder stay unchanged. Raises ChangedFolder, before anything is planned, if a folder of
     the sweep is a link.
     """
     folders = out / "telemetry", out / "checkpoints"
-    # This is checked first, because behind a broken link every result would count as lost.
+    # The folders are checked first, because behind a broken link every result would count as lost.
     for folder in folders:
         require_own(folder)
     asked = {cell.id: cell for cell in cells}
@@ -63,7 +63,7 @@ def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool
 
 
 def _say_lost(missing: Missing, asked: Collection[str]) -> None:
-    """Print the cells of this sweep that the ledger has lost; `Results` reports the others."""
+    """Print the cells of this sweep that the ledger has lost; `Results` reports lost cells of other sweeps."""
     rows, results = ([cell for cell in cells if cell in asked] for cells in (missing.cells, missing.results))
     if rows:
         say(
@@ -85,7 +85,7 @@ def _names(cells: Sequence[str]) -> str:
 
 
 def _repair(ledger: Ledger, rows: Sequence[Mapping[str, Any]], asked: Mapping[str, Cell]) -> set[str]:
-    """Plan damaged cells again, and delete damaged rows whose ids match no cell; return the ids of both."""
+    """Plan damaged cells again, and delete damaged rows whose ids match no cell; return the ids of all these rows."""
     changed = [row for row in rows if row["damaged"]]
     ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
     lost = {
@@ -112,7 +112,7 @@ def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
 def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, str]) -> None:
     """Delete leftovers of a driver that died: unfinished files, telemetry without a result, old checkpoints.
 
-    Only files with a sweep's own names are deleted, and no file behind a link.
+    Only files with the names that a sweep gives its files are deleted, and no file behind a link.
     """
 
     def is_old(name: str) -> bool:
@@ -131,12 +131,13 @@ def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, s
 class Branches:
     """States that cells share, as files in a folder. The first cell that reaches a state writes it.
 
-    Cells share a state if they differ only in their formats from this state on. Their results have the same bits as the
-    results of cells that share nothing. Cells of a user's training function share no states.
+    Cells share a state if they differ only in their formats from this state on. A cell's result has the same
+    bits with and without shared states. Cells of a user's training function share no states.
 
     cells: the cells to run.
     folder: the folder of the files.
-    keep: whether files are kept, and also written for later cells. Otherwise files that no cell needs are deleted.
+    keep: whether files are kept, and also written for cells that are added later. Otherwise files that no cell needs
+        are deleted.
     """
 
     def __init__(self, cells: Sequence[Cell], folder: Path, keep: bool = False) -> None:
@@ -158,7 +159,9 @@ class Branches:
         return any(not wanted.isdisjoint(self._ahead(other)) for other in running) if wanted else False
 
     def finish(self, cell: str, left: Iterable[str]) -> None:
-        """Handle the end of a cell: no cell waits for states that it did not write, and unneeded states are deleted.
+        """Handle the end of a cell.
+
+        Other cells no longer wait for states that this cell did not write. States that no cell needs are deleted.
 
         left: the cells that run or wait.
         """
@@ -168,7 +171,7 @@ class Branches:
         self._remove_all_but({path for other in left for path in self.of(other).values()})
 
     def _ahead(self, cell: str) -> set[Path]:
-        """Return the files after the last existing file: a cell that begins now writes them."""
+        """Return the files that a cell would write if it began now: the files after its last existing file."""
         ahead: set[Path] = set()
         for path in self.of(cell).values() if cell in self._of else ():
             ahead = set() if path.exists() else {*ahead, path}
@@ -200,8 +203,8 @@ class Branches:
                     if _is_ordered(schedule, start):
                         name = digest([rest, schedule.before(start).stages, start])
                         path = self.folder / f"{name}.branch"
-                        # The next formats are compared as text: cells that continue with the same format part at a
-                        # later start.
+                        # The next formats are compared as text. Cells that continue with the same format separate only
+                        # at a later start.
                         parting.setdefault(path, {})[cell_id] = json.dumps(_format_from(schedule, start))
                 for path, formats in parting.items():
                     if len({*formats.values()}) > 1 or path.exists() or self.keep:
@@ -210,7 +213,7 @@ class Branches:
 
 
 def _is_ordered(schedule: FormatSchedule, start: Start) -> bool:
-    """True if a start can be compared with a schedule's: fractions cannot be compared with steps without the length."""
+    """True if a start can be compared with the starts of a schedule: both must be fractions, or both steps."""
     return all(type(stage.start) is type(start) for stage in schedule.stages[1:])
 
 

@@ -52,7 +52,7 @@ class StepFile:
                 write_atomically(self.path, f"{self.done} {self.total}".encode(), is_kept=False, is_own=True)
 
     def remove(self) -> None:
-        """Delete the file: the training is over."""
+        """Delete the file at the end of the training."""
         with suppress(OSError):
             remove_from(self.path.parent, self.path.name.__eq__)
 
@@ -75,7 +75,7 @@ class Progress:
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
         self._metric, self._told = "", set[str]()
-        # For each setting: its words, whether it is float32, and its values.
+        # For each setting: its description, whether it is float32, and its values.
         self._values: dict[str, tuple[str, bool, list[float]]] = {}
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
@@ -122,7 +122,7 @@ class Progress:
         """Add a cell to the mean of its setting, by its first metric; store the goals that its task states.
 
         If the direction of the metric is unknown, no setting is best. A setting with a diverged training is never best.
-        The metric is the first cell's metric: values of two metrics are not compared.
+        Only the first cell's metric is used, because values of two metrics are not comparable.
 
         cell: the cell in words, "fp16 nearest_even none seed 0".
         setting: a name that cells share if they differ only in the seed; "" for the cell's words without the seed.

@@ -1,6 +1,6 @@
 """The work of a worker: train one cell, and return its result and its telemetry.
 
-After the time limit an exception is raised; if this does not help, the process is ended.
+After the time limit an exception is raised. If the exception does not end the training, the process is ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ONE_AT_A_TIME = threading.Lock()
 class WorkOrder:
     """Instructions for a worker, in addition to a cell's configuration. They are pickled.
 
-    make_task: the function of the task or of the training, if its name is not enough.
+    make_task: the task function or training function; None if the worker can import it by its name.
     device: where the cell computes.
     time_limit: the time limit in seconds; None for no limit.
     ends_process: whether the worker may end its process to keep the time limit.
@@ -89,7 +89,7 @@ def order_of(
 
 
 def obey(order: WorkOrder, job: Callable[[], Result]) -> Result:
-    """Call a worker's job, one at a time in a process. TimeLimit is raised if it exceeds the time limit."""
+    """Call a worker's job; a process runs one job at a time. Raises TimeLimit if the job exceeds the time limit."""
     if order.ends_process:
         keep_freed_memory()
     for folder in order.folders:
@@ -103,7 +103,8 @@ def work(
 ) -> tuple[dict[str, Any], bytes, str]:
     """Return the result of a cell, its telemetry, and the traceback of an exception ("" if there is none).
 
-    An exception of the cell is returned, not raised, because its traceback would be lost on the way. Ctrl-C is raised.
+    An exception of the cell is returned, not raised, because its traceback would be lost between processes. Ctrl-C is
+    raised.
 
     config, checkpoint, branches: as in `run_cell`.
     """
@@ -141,10 +142,11 @@ def run_cell(
 ) -> tuple[dict[str, Any], bytes]:
     """Train a cell; return its result for the ledger, and its telemetry as the content of an .npz file.
 
-    A training whose last loss is inf or NaN, or whose loss scale can fall no further, has diverged. This is a result.
+    A training whose last loss is inf or NaN, or whose loss scale can fall no further, has diverged. Divergence is a
+    result, not an error.
 
     config: the cell's configuration.
-    make_task: the function of the task or of the training; None finds it by the name in the configuration.
+    make_task: the task function or training function; None to find it by the name in the configuration.
     device: where the cell computes.
     checkpoint: a file from which an interrupted training continues; see `Training.run`.
     branches: files that this cell shares with other cells; see `Training.run`. A user's training function has none.
@@ -164,7 +166,7 @@ def run_cell(
             run, error = _run_own(_job(config, device, checkpoint, steps, live), function)
         else:
             with kept_generators([device] if device.startswith("cuda") else []):
-                # This is for a task that does not seed itself.
+                # The generators are seeded here for a task that does not seed them itself.
                 seed_generators(config["seed"])
                 training = training_of(config, function, device)
                 goals = training.task.goals
@@ -208,7 +210,10 @@ def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> 
 
 
 def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
-    """Call a training function. If it fails at once after resuming, its checkpoint is deleted: a retry would fail."""
+    """Call a training function. If it fails in the first step after resuming, its checkpoint is deleted.
+
+    A retry from the same checkpoint would fail again.
+    """
     try:
         return run_job(job, train)
     # The checkpoint is not the cause of these exceptions.
@@ -262,7 +267,7 @@ def within_time(
 
     seconds: the time limit; None for no limit.
     end_process: whether to end the process if the exception does not help: a call into C that never returns does not
-        notice it.
+        notice the exception.
     grace: the seconds from the exception to the end of the process.
     Raises TimeLimit.
 
@@ -303,7 +308,7 @@ def within_time(
 
 
 def _let_come() -> None:
-    """Let an exception that is pending for this thread be raised here, and catch it."""
+    """Run until Python has raised an exception that is pending for this thread, and catch the exception."""
     # Setting None instead would clear the exception, but from then on Python would look for an exception at every call
     # (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`). This is slower, and in
     # Python 3.11 a debugger or a trace of opcodes would never end.
