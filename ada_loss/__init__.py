@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 
 def _require_our_fpsim() -> None:
-    """Refuse another project's package named `fpsim`, which PyPI would install into the same folder as ours."""
+    """Raise ImportError if `fpsim` is another project's package, which PyPI would install into the same folder."""
     module = sys.modules.get("fpsim")
     if module is None:
         # The marker is read from the source of `fpsim/__init__.py`, because importing the package takes a second. If
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         AdaLossTransformLinear,
     )
 
-# Names are imported on first use: the command line answers --help without importing torch.
+# Names are imported on first use, so that the command line answers --help without importing torch.
 _HOMES = {
     "ada_loss.lab.results": ("Results",),
     "ada_loss.lab.studies.search": ("search",),

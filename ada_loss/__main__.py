@@ -178,7 +178,10 @@ def sweep(
 
 
 def _add_current_folder() -> None:
-    """Make modules in the current folder importable, for tasks; the script `ada-loss` lies in another folder."""
+    """Make modules in the current folder importable, because they may have tasks.
+
+    Python would add only the folder of the script `ada-loss` to the path.
+    """
     from ada_loss.lab.tasks import add_to_path
 
     # `python -P` keeps the current folder off the path on purpose.
@@ -213,7 +216,7 @@ def resume(
 
 
 def _finish(results: Any, as_json: bool) -> None:
-    """Write the report, print the tables and the failed cells; exit with FAILED if there are any."""
+    """Write the report, print the tables and the failed cells; exit with FAILED if a cell failed."""
     from ada_loss.lab.errors import printable
     from ada_loss.lab.printed import show, show_table
 

@@ -33,25 +33,25 @@ class Possible(NamedTuple):
     """The valid values of a parameter.
 
     words: their description in an error, after "it must be".
-    allows: returns whether a value is valid.
+    allows: a function that returns whether a value is valid.
     """
 
     words: str
     allows: Callable[[Any], bool]
 
     def or_none(self) -> Possible:
-        """Allow None too."""
+        """Return the same valid values, and None."""
         return Possible(f"{self.words}, or None", lambda v: v is None or self.allows(v))
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Possible:
-    """The finite numbers for which `holds` is true, without ints beyond the largest float64."""
+    """Return as valid values the finite numbers for which `holds` is true, without ints beyond the largest float64."""
     return Possible(words, lambda v: is_finite_number(v) and _is_in_float64(v) and bool(holds(v)))
 
 
 def _is_in_float64(value: Any) -> bool:
-    # Among Python's numbers only an int can be finite and exceed float64. It would raise OverflowError later, far from
-    # the code that took the argument.
+    # Among Python's numbers only an int can be finite and exceed float64. Such an int would raise OverflowError later,
+    # far from the code that took the argument.
     return not isinstance(value, int) or abs(value) <= FLOAT64_MAX
 
 
@@ -87,8 +87,8 @@ def require(name: str, value: object, possible: Possible, owner: str, default: o
 def param(default: Any, possible: Possible) -> Any:
     """Declare a dataclass field that `check_fields` checks.
 
-    default: its default, or `dataclasses.MISSING`.
-    possible: its valid values.
+    default: the default of the field, or `dataclasses.MISSING`.
+    possible: the valid values of the field.
     """
     return field(default=default, metadata={"possible": possible})
 

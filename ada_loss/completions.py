@@ -15,7 +15,10 @@ __all__ = [
 
 
 def _files_of(folder: str, kind: str, incomplete: str) -> list[str]:
-    """List files of a kind in a folder of this package by prefix, without importing anything."""
+    """List the stems of files in a folder of this package, without importing anything.
+
+    kind: a glob pattern. incomplete: the prefix of the stems.
+    """
     return [
         path.stem for path in sorted((Path(__file__).parent / folder).glob(kind)) if path.stem.startswith(incomplete)
     ]

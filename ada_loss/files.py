@@ -73,7 +73,7 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own
 
 @contextmanager
 def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[str], str]]]:
-    """Hold a folder open and name files relative to it, so that a folder swapped in meanwhile is not written to.
+    """Hold a folder open and name files relative to it, so that nothing is written to a folder that replaces it.
 
     Yields a handle of the folder, and a function from a name to a path. Windows cannot open folders: there the handle
     is None, and the paths are complete.
@@ -121,7 +121,7 @@ def remove_from(folder: Path, is_left: Callable[[str], bool], *, is_own: bool = 
 
 
 def is_leftover(name: str) -> bool:
-    """True for the name of a temporary file of `write_atomically`."""
+    """Return True for the name of a temporary file of `write_atomically`."""
     return re.fullmatch(r"\..+\.[0-9a-f]{16}\.tmp", name) is not None
 
 
@@ -130,7 +130,7 @@ class ChangedFolder(OSError):
 
 
 def require_own(path: Path) -> None:
-    """Raise ChangedFolder if a file or folder of a sweep is a link: its content is not the sweep's own.
+    """Raise ChangedFolder if a file or folder of a sweep is a link, because its content is then not the sweep's.
 
     On Windows a junction is a link, too.
     """
@@ -144,7 +144,7 @@ def require_own(path: Path) -> None:
 def require_own_file(path: Path) -> None:
     """Raise ChangedFolder if a file of a sweep is a link, or anything else that is not a file.
 
-    Reading a pipe in its place would block.
+    If a pipe had replaced the file, reading it would block.
     """
     require_own(path)
     if path.exists() and not path.is_file():
@@ -168,7 +168,7 @@ def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = N
     """Return rows as a pandas.DataFrame. Raises ImportError without pandas.
 
     rows: dictionaries with a value for each column.
-    columns: the names of the columns, in order; None for those of the rows.
+    columns: the names of the columns, in order; None for the keys of the rows.
     """
     try:
         import pandas

@@ -48,12 +48,12 @@ class Recorder:
     role: the role of the tensor, "error" or "weight_grad".
     format: the format and the rounding.
     elements: the size of the gradient.
-    unbound: the factor that the rule asked for at the last product of this site.
+    unbound: the factor that the rule computed at the last product of this site.
     bound: this factor within its bounds.
     log2_power_of_two: log2 of the bound factor, rounded down to a power of two. Between updates these three columns
         keep their last values; they are NaN if the site chose no factor.
-    log2_wanted: log2 of the wanted scale: with which the gradient arrived, or which was measured, or which was held
-        from an earlier step.
+    log2_wanted: log2 of the wanted scale: the scale with which the gradient arrived, or that was measured, or that was
+        held from an earlier step.
     log2_scale: log2 of the scale at which the gradient was rounded.
     limited: whether this scale is lower than the wanted scale, because the gradient or the container would have
         overflowed.
@@ -63,7 +63,7 @@ class Recorder:
     overflow: the share of all elements that are finite and, when rounded at the scale, become inf or NaN or saturate.
 
     Args:
-        every: sample the first step and every n-th after it.
+        every: the interval of the sampled steps; the first step is sampled.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -74,7 +74,7 @@ class Recorder:
         self._numbers: list[Tensor] = []  # the SCALES and SHARES of each label
 
     def wants(self, step: int) -> bool:
-        """True if this step is sampled."""
+        """Return True if this step is sampled."""
         return (step - 1) % self.every == 0
 
     def __call__(
@@ -87,10 +87,10 @@ class Recorder:
         role: the role of the tensor.
         spec: how the gradient is rounded.
         gradient: the gradient in its true size.
-        log2_scale: log2 of the scale at which it is rounded, an integer on its device.
-        chosen: the five SCALES, float64 on its device.
+        log2_scale: log2 of the scale at which the gradient is rounded, an integer on the gradient's device.
+        chosen: the five SCALES, float64 on the gradient's device.
         """
-        # The recorder has noise of its own, because it must not change the noise that the training draws.
+        # The recorder draws noise with a separate key, because it must not change the noise that the training draws.
         key = torch.tensor(step, device="cpu")
         count = gradient.numel()
         lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
@@ -105,7 +105,7 @@ class Recorder:
             "underflow_unscaled": underflow_unscaled / nonzero,
             "overflow": overflow / max(count, 1),
         }
-        # Numbers stay on the device until somebody reads them: a copy here would make every site wait.
+        # Numbers stay on the device until the rows are read, because a copy here would make every site wait.
         self._labels.append(Label(step, site, role, str(spec), count))
         self._numbers.append(torch.cat([chosen, torch.stack([shares[name] for name in SHARES])]))
 

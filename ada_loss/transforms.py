@@ -31,7 +31,8 @@ class Product(NamedTuple):
     operand: the operand.
     other: the other operand. None if the operation hides it; then the operand's gradient is measured.
     terms: an element of the operand's gradient is the sum of this many products of the output's gradient and `other`.
-    channel: a dimension of the output and one of `other`. Only elements with the same index there are multiplied.
+    channel: a dimension of the output and a dimension of `other`. Only elements with equal indices along these
+        dimensions are multiplied. None if there is no such pair.
     is_gate: whether elements are multiplied one by one. Such a product gets a factor only if `other` is a parameter.
     gain: a number by which the product is multiplied.
     """
@@ -167,7 +168,7 @@ class AdaLossTransform:
             )
 
     def matches(self, module: nn.Module) -> bool:
-        """True if this transform chooses a module. Raises TypeError for anything else."""
+        """Return True if this transform selects a module. Raises TypeError for anything but a module."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is {shown(module)}. Expected: a torch.nn.Module.")
         if isinstance(self.kind, str):
@@ -193,7 +194,7 @@ class AdaLossTransformConv2d(AdaLossTransform):
 
 
 class AdaLossTransformBatchNorm(AdaLossTransform):
-    """Batch normalisation, which passes a scale on unchanged. It exists for lists written for the authors' code."""
+    """Batch normalisation, which passes a scale on unchanged. The class is for lists written for the authors' code."""
 
     def __init__(self) -> None:
         super().__init__((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
@@ -216,4 +217,4 @@ class AdaLossTransformBottleneck(AdaLossTransform):
 
 @dataclass(frozen=True)
 class AdaLossTransformCast:
-    """A factor at the model's outputs, where float32 gradients enter the format, from these gradients' statistics."""
+    """Scale the float32 gradients that enter the format at the model's outputs, by a factor from their statistics."""

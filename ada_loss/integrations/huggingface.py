@@ -22,13 +22,14 @@ NEEDS_NO_SCALE = "mixed_precision='bf16' computes in bfloat16, which has float32
 
 
 def use_scaler(loop: Any, scaler: GradScaler) -> None:
-    """Make an Accelerator or a transformers.Trainer scale its losses with a scaler of ours; no subclass is needed.
+    """Make an Accelerator or a transformers.Trainer use a scaler of this library; no subclass is needed.
 
     From then on `accelerator.backward(loss)` scales, its optimizers unscale, skip steps that are not finite and update
     the scale, and `accelerator.clip_grad_norm_` (`max_grad_norm` of the Trainer) clips unscaled gradients.
 
-    With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and is not quantised.
-    With "bf16" it is quantised: its format is emulated inside of bfloat16 tensors, which hold formats of up to 8 bits.
+    With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and must not be
+    quantised. With "bf16" the model must be quantised: its format is emulated inside of bfloat16 tensors, which hold
+    formats of up to 8 bits.
 
     Args:
         loop: an Accelerator before `prepare`, or a Trainer before `train`.
@@ -104,10 +105,10 @@ def is_quantised(model: Any) -> bool:
 
 
 def tell(log: Callable[..., None]) -> Any:
-    """Create a `TrainerCallback` that passes every number a transformers.Trainer logs to a function.
+    """Create a `TrainerCallback` that passes every number that a transformers.Trainer logs to a function.
 
     Args:
-        log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
+        log: a function that is called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
     """
     from transformers import TrainerCallback  # here, because Accelerate alone needs no transformers
 

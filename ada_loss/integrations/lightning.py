@@ -65,8 +65,8 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
             if self.precision == "16-mixed":
                 stack.enter_context(torch.autocast("cuda", torch.float16, cache_enabled=False))
             elif self.precision == "bf16-mixed":  # type: ignore[comparison-overlap]
-                # The batch may be on either device. autocast is entered only for devices that exist, because it warns
-                # of others.
+                # The batch may be on either device. autocast is entered only for devices that exist, because autocast
+                # warns of missing devices.
                 for device in ("cpu", "cuda"):
                     if device == "cpu" or torch.cuda.is_available():
                         stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
@@ -89,8 +89,8 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
                 "optimizer, or Lightning's own precision."
             )
         result = closure()
-        # `training_step` returned None, which tells Lightning to skip a batch: there is no gradient to unscale.
-        # Lightning's own precision plugins still call the hooks that come before a step.
+        # If `training_step` returned None, Lightning skips the batch, and there is no gradient to unscale. As in
+        # Lightning's own precision plugins, the hooks that come before a step are called even then.
         is_skipped = result is None and model.automatic_optimization
         if not is_skipped:
             self.scaler.unscale_(optimizer)
@@ -111,7 +111,7 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
 class Tell(Callback):  # type: ignore[misc]
     """Pass the loss of every batch, and the numbers that the module logs, to a function.
 
-    log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
+    log: a function that is called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
     """
 
     def __init__(self, log: Callable[..., None]) -> None:

@@ -47,15 +47,18 @@ class ScaleChooser:
             self._factor_kernel, self._parameters = factor_kernel(options.rule.core()), options.rule.parameters()
 
     def requested_scale(self, incoming: Sequence[IncomingScale], limits: Tensor, device: torch.device) -> Tensor:
-        """Return the scale that a tensor's consumers request: the largest of several, or the choice of Zhao et al.
+        """Return the scale that a tensor's consumers request: the largest of their scales.
+
+        With branches="original", different scales are combined as by Zhao et al. instead.
 
         incoming: the scales sent by the consumers; empty where the gradient enters the model.
         limits: the limits of the tensor's site.
-        device: the device of its gradient.
+        device: the device of the tensor's gradient.
         """
         if not incoming:
             return self._constants.tensor(torch.int64, device, self._init_log2_scale)
-        # Consumers may have run on other streams. The allocator must not reuse their memory before it is read here.
+        # Consumers may have run on other streams. The allocator must not reuse the memory of their scales before the
+        # scales are read here.
         for a in incoming:
             for sent in (a.log2_scale,) if a.amax is None else (a.log2_scale, a.amax):
                 if sent.is_cuda:
@@ -95,7 +98,7 @@ class ScaleChooser:
         state: SiteState,
         index: int,
     ) -> Tensor:
-        """Multiply a scale by the factor of one product, which is computed first if the mode requires it.
+        """Multiply a scale by the factor of one product. The factor is computed first if the mode requires it.
 
         log2_scale: the scale of the gradient.
         g: moments of the gradient as it enters the product.
@@ -130,11 +133,11 @@ class ScaleChooser:
     ) -> Tensor:
         """Return the scale at which a gradient is rounded, lowered until the gradient does not overflow.
 
-        site: the site where it is rounded.
+        site: the site where the gradient is rounded.
         gradient: the gradient in its true size, before rounding.
-        requested: the scale with which it arrives, or that its site holds.
-        state: the state of its site.
-        has_amax: whether the state's moments already hold the gradient's amax; if not, it is written there.
+        requested: the scale with which the gradient arrives, or the scale that the site holds.
+        state: the state of the site.
+        has_amax: whether the state's moments already contain the gradient's amax; if not, the amax is computed.
         """
         if not has_amax:
             amax_of(gradient, out=state.moments)
@@ -147,11 +150,14 @@ class ScaleChooser:
         return self._constants.written(out)
 
     def _measure_scale(self, measured: Measured) -> None:
-        """Write the scale of a rule that measures each gradient, ignoring the requested scale."""
+        """Choose a scale by a rule that measures the gradient; the requested scale counts only for zero gradients."""
         MEASURES[self._rule.measures](self._rule, self._constants, measured)
 
     def scale_to_hold(self, requested: Tensor, state: SiteState) -> Tensor:
-        """Return the scale to hold until the next update: the requested one, unless the gradient is 0 or not finite."""
+        """Return the scale to hold until the next update.
+
+        This is the requested scale; but if the gradient is all zero or not finite, a scale that is held stays.
+        """
         held = state.held_log2_scale
         if held is None:
             return requested
@@ -163,12 +169,12 @@ class ScaleChooser:
 class Measured(NamedTuple):
     """One gradient whose scale a rule measures.
 
-    site: the site where it is rounded.
+    site: the site where the gradient is rounded.
     gradient: the gradient in its true size, before rounding.
-    requested: the scale with which it arrives.
+    requested: the scale with which the gradient arrives.
     limits: the limits of the site.
     state: the state of the site.
-    out: the tensor to which its scale is written.
+    out: the tensor to which the chosen scale is written.
     """
 
     site: GradientSite
@@ -205,8 +211,8 @@ def _measure_squared_error(_: Any, constants: Constants, m: Measured) -> None:
 
 def _measure_underflow(rule: Any, constants: Constants, m: Measured) -> None:
     device = m.gradient.device
-    # An element that is exactly a power of two is counted in the binade above or below it: with those elements that are
-    # lost or kept like itself if it lies at the threshold.
+    # If rounding loses elements that lie exactly at the threshold, a power of two is counted in the binade below it.
+    # Otherwise it is counted in the binade above it.
     bins, first = binades(m.gradient, power_begins=not constants.loses_ties(m.site.spec))
     share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
     m.run(smallest_sufficient_scale, bins, constants.tensor(torch.int64, device, first), share)
@@ -218,7 +224,7 @@ def _squared_error(gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> 
     return error.to(torch.float64).square_().sum()
 
 
-# Statistics by the names that `LayerRule.measures` uses.
+# Functions that measure a statistic and choose a scale, by the names in `LayerRule.measures`.
 MEASURES: dict[str, Callable[[Any, Constants, Measured], None]] = {
     "amax": _measure_amax,
     "amax of the last steps": _measure_last_amaxes,

@@ -43,7 +43,7 @@ class Constants:
         return len(self._found)
 
     def tensor(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
-        """Return the one-dimensional tensor of these values. It is shared: never write to it."""
+        """Return a one-dimensional tensor of these values. The tensor is shared: never write to it."""
         key = (dtype, device, values)
         tensor = self._found.get(key)
         if tensor is None:
@@ -75,9 +75,9 @@ class Constants:
         )
 
     def _lost_exponent(self, spec: RoundingSpec) -> int:
-        """Return the exponent of the power of two up to which, or below which, magnitudes are lost."""
+        """Return the exponent of the power of two below which magnitudes are lost; see `loses_ties` for the power."""
         if not isinstance(self._u_min, str):
-            # The histogram counts powers of two, so u_min is rounded up to one.
+            # The histogram counts by powers of two, so u_min is rounded up to a power of two.
             mantissa, exponent = math.frexp(self._u_min)
             return exponent - 1 if mantissa == 0.5 else exponent
         lost_below = spec.fmt.smallest_normal if self._u_min == "normal" else spec.fmt.smallest
@@ -85,11 +85,11 @@ class Constants:
         return math.floor(math.log2(lost_below)) - flushed
 
     def loses_ties(self, spec: RoundingSpec) -> bool:
-        """True if a magnitude of exactly 2**lost_exponent is lost, and not only smaller ones.
+        """Return True if a magnitude of exactly 2**lost_exponent is lost, and not only smaller magnitudes.
 
         "Lost" means rounded to zero; with u_min="normal", below the smallest normal number; with a number for u_min,
-        below that number. Stochastic rounding keeps on average every second element of half the smallest magnitude; all
-        of these count as lost.
+        below that number. Stochastic rounding keeps, on average, every second element whose size is half of the
+        smallest magnitude; all such elements count as lost.
         """
         loses = self._loses_ties.get(spec)
         if loses is None:
@@ -106,11 +106,11 @@ class Constants:
         return loses
 
     def new_scale(self, device: torch.device) -> Tensor:
-        """Return a tensor to which a kernel writes a scale. On the CPU it is shared: read it with `written` at once."""
+        """Return a tensor for a kernel's scale. On the CPU the tensor is shared: read it with `written` at once."""
         return self._buffer if device.type == "cpu" else torch.empty(1, dtype=torch.int64, device=device)
 
     def written(self, log2_scale: Tensor) -> Tensor:
-        """Return the scale that was written to `new_scale`. On the CPU equal scales are one tensor."""
+        """Return the scale that was written to the tensor of `new_scale`. On the CPU equal scales are one tensor."""
         if log2_scale is not self._buffer:
             return log2_scale
         return self.tensor(torch.int64, log2_scale.device, memory_of(log2_scale)[0])

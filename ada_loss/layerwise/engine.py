@@ -5,9 +5,9 @@ returns the scale of this gradient. A step that chooses scales takes the largest
 lowers it if the gradient would overflow, and sends scales to the sites behind this one (`_choose_scale`). A step
 between updates takes the scale that the site holds, and only checks for overflow (`_hold_scale`).
 
-The decisions are made elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
-`scale_kernels.py`, which torch functions are products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
-calls from the backward hook to the scale.
+Other modules make the decisions. `rules/formulas.py` has the formulas of the rules, `scale_kernels.py` has the kernels
+that apply the formulas, and `transforms.PRODUCTS` lists the torch functions that are products. `docs/architecture.md`
+lists the calls from the backward hook to the scale.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ __all__ = ["Dead", "Engine", "Observed", "product_moments"]
 
 
 class Observed(Protocol):
-    """A callback for the gradients of some steps, before they are rounded, with the scales chosen."""
+    """A callback that gets the gradients of some steps, before they are rounded, and the chosen scales."""
 
     def wants(self, step: int) -> bool:
-        """Return whether to observe this step; called once per step."""
+        """Return True if a step is to be observed; called once per step."""
         ...
 
     def __call__(
@@ -81,12 +81,12 @@ class Observed(Protocol):
         """Observe one gradient.
 
         step: the number of the backward pass, from 1.
-        site: the site's name, with '#1' and so on for its second use and later ones.
+        site: the site's name, with '#1' and so on for its second and later uses.
         role: "error" or "weight_grad".
         spec: how the gradient is rounded.
         gradient: the gradient in its true size, before rounding.
-        log2_scale: log2 of the scale at which it is rounded, (1,) int64 on its device.
-        chosen: the decision, (5,) float64 on its device: the fields of `scale_kernels.CHOSEN`.
+        log2_scale: log2 of the scale at which the gradient is rounded, (1,) int64 on the gradient's device.
+        chosen: the decision, (5,) float64 on the gradient's device: the fields of `scale_kernels.CHOSEN`.
         """
         ...
 
@@ -104,7 +104,7 @@ class Engine:
     """Choose the scale at which each gradient of a model is rounded.
 
     options: the settings.
-    owner: a function that returns the object that attached this engine to the model, or None once that object is lost.
+    owner: a function that returns the object that attached this engine to the model; None if that object is deleted.
     """
 
     def __init__(self, options: Options, owner: Callable[[], object]) -> None:
@@ -115,15 +115,15 @@ class Engine:
         self._measures_casts = self._predicts and options.scales_casts and not rule.is_constant
         self._product_rule: Any = rule if rule.forms_products else None
         self._is_fixed = rule.is_constant
-        # Held scales, constant factors and formed products read the amax of `state.moments`, so amax must be computed
-        # for them.
+        # Held scales, constant factors and formed products need the amax in `state.moments`. In these cases its
+        # computation must not be skipped.
         self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or rule.forms_products)
         self._warns_of_noise = rule.saturates
         self._dead = Dead(self._predicts and not rule.is_constant)
         self.observer: Observed | None = None
         self._told: Observed | None = None  # the observer in a step that it wants, else None
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
-        # sites of steps between updates, with the function that returns their scale: reused in the next such step
+        # sites of steps between updates, with the function that returns their scale; the next such step reuses both
         self.unlinked: dict[tuple[str, str], tuple[GradientSite, Callable[[Tensor, bool], Tensor]]] = {}
         self.schedule = Schedule(options.update_every, self._holds_scales, self.states)
         self.constants = Constants(options.u_min, options.u_max, options.scale_upper_bound, options.accum_upper_bound)
@@ -185,16 +185,16 @@ class Engine:
         made = GradientSite(site, role, spec, out.dtype, is_selected, is_linked, graph_task)
         # The method is bound here, so that `sites.py` need not import the engine.
         tell = partial(self.scale_at, made)
-        # If the model's own code computes an error within a backward pass, that error is in no graph. The operand is
-        # then the scale of the gradient from which it was computed.
+        # If code of the model computes an error within a backward pass, that error belongs to no graph. The operand is
+        # then the scale of the gradient from which the error was computed.
         if operation == BACKWARD and operands[0] is not None:
             made.receive(graph_task, IncomingScale(operands[0], True, False, made))
         if not is_linked:
             self.unlinked[made.key] = made, tell
         elif out.grad_fn is not None:
             register(made, out)
-            # No site lies behind a parameter: the search is skipped, because every call of every layer would repeat it
-            # in vain.
+            # No site lies behind a parameter. The search for sites is skipped then, because every call of every layer
+            # would repeat it in vain.
             if operation != "weight" or operands[0].grad_fn is not None:
                 edges = link(made, out, self._products(made, operation, operands))
                 if self._options.branches == "original":
@@ -219,9 +219,9 @@ class Engine:
     def scale_at(self, site: GradientSite, gradient: Tensor, may_round: bool) -> Tensor:
         """Return log2 of the scale at which a gradient is rounded, as an int64 tensor of one element on its device.
 
-        site: the site where it is rounded.
+        site: the site where the gradient is rounded.
         gradient: the gradient in its true size.
-        may_round: whether nobody else holds the gradient, so that it may be rounded in place.
+        may_round: whether no other code holds the gradient, so that it may be rounded in place.
         """
         graph_task, schedule = current_graph_task(), self.schedule
         if schedule.enter(graph_task, site.made_in, site.is_linked):
@@ -233,8 +233,8 @@ class Engine:
         key, state = self._state_of(site)
         if state.moments.device != gradient.device:
             state.move_to(gradient.device)
-        # A linked site may learn its factors in this step, and the other case is a site's first gradient since the
-        # update.
+        # It must be checked again whether all scales are known: a linked site may compute its factors in this step, and
+        # the check includes a site only after its first gradient since the update.
         if site.is_linked or state.last_step < schedule.last_update:
             schedule.is_all_known = None
         state.last_step = schedule.step
@@ -255,7 +255,7 @@ class Engine:
 
     def _state_of(self, site: GradientSite) -> tuple[tuple[str, str], SiteState]:
         """Return the key of a site, with '#1' and so on from the second use in a step, and its state."""
-        # Uses are counted in backward order, the last use first: not every forward pass has a backward pass.
+        # Uses are counted in backward order, the last use first, because not every forward pass has a backward pass.
         key = site.key
         state = self.states[key]
         if state.last_step == self.schedule.step:
@@ -269,7 +269,7 @@ class Engine:
     def _choose_scale(
         self, site: GradientSite, graph_task: int, gradient: Tensor, state: SiteState, may_round: bool
     ) -> Tensor:
-        """Take the scale that the consumers request, lower it on overflow, and send scales to the sites behind."""
+        """Return the scale that the consumers request, lowered on overflow, and send scales to the sites behind."""
         chooser = self._chooser
         limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
         incoming = site.incoming if site.graph_task == graph_task else []
@@ -396,7 +396,7 @@ class Engine:
         return log2_scale
 
     def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:
-        """Round in place the elements that do not exceed the ceiling, and return whether these are all elements."""
+        """Round in place the elements that do not exceed the ceiling. Returns True if no element exceeds it."""
         amax = scaling.round_fitting_(gradient, site.spec, log2_scale, state.ceiling)
         if amax is None or amax > state.ceiling:
             return False
@@ -409,9 +409,9 @@ SHOWN = 3  # the number of sites in the warning
 
 
 class Dead:
-    """Warn once if gradients underflow completely in the first step. Only for rules that predict.
+    """Warn once if gradients underflow completely in the first step, with a rule that predicts.
 
-    This happens in a branch multiplied by a number such as 1e-6.
+    Such an underflow happens in a branch that is multiplied by a number such as 1e-6.
     """
 
     def __init__(self, may_look: bool) -> None:
@@ -421,8 +421,8 @@ class Dead:
 
     def begin(self, step: int) -> None:
         """Begin a step. The first step is checked; at the second, warn of the gradients that were found."""
-        # The warning waits for the second step: by then the device has long computed the first, and all flags are
-        # copied at once.
+        # The warning waits for the second step. By then the device has long computed the flags of the first step, and
+        # all flags are copied at once.
         if self._step is None:
             self._step = step
         elif self.looks:
@@ -430,11 +430,11 @@ class Dead:
             self._tell()
 
     def wants(self, role: str) -> bool:
-        # Gradients of parameters may vanish rightly: the gradient of the bias of an attention's key is only noise.
+        # Gradients of parameters may rightly vanish: the gradient of the bias of an attention's key is only noise.
         return self.looks and role == "error" and not _is_captured()
 
     def note(self, site: str, was_something: Tensor, gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> None:
-        """Record whether rounding turns a nonzero gradient to zero. Its noise is drawn apart from the training's."""
+        """Record whether rounding turns a nonzero gradient to zero; its noise is not from the training's generator."""
         left = rounded(gradient, spec, torch.tensor(0, device="cpu"), log2_scale).any()
         self._found.append((site, was_something & ~left))
 
@@ -464,7 +464,9 @@ MOST_PRODUCTS = 1 << 27  # 1 GiB in float64
 
 
 def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int] | None, share: float | None) -> Tensor:
-    """Return AMIN and AMAX of all products of an element of `gradient` and one of `other`, for element_wise_range.
+    """Return AMIN and AMAX of all products of an element of `gradient` and an element of `other`.
+
+    The rule element_wise_range needs these moments.
 
     gradient: the gradient of the operation's output, of any shape.
     other: the other operand, of any shape.
@@ -485,7 +487,7 @@ def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int] | 
         for x, dimension in ((gradient, channel[0]), (other, channel[1]))
     )
     if share is None:
-        # The smallest product of a channel is that of its smallest factors: no product has to be formed.
+        # The smallest product of a channel is the product of its smallest factors: only this product has to be formed.
         amin = torch.stack([t.masked_fill(~(t > 0), math.inf).amin(1) for t in (g, w)]).prod(0).amin()
         amax = (g.amax(1) * w.amax(1)).amax()
         amin = torch.where(amin < math.inf, amin, 0.0)

@@ -38,8 +38,8 @@ __all__ = ["NativeScaling", "native_rule"]
 
 CPU = torch.device("cpu")
 NOTHING = (0.0,) * len(Moments._fields)  # moments that stand for a missing operand
-# The number of powers of two by which a site is lowered when its numbers overflow, and the number of steps after which
-# its limit doubles again.
+# The number of powers of two by which an overflow lowers the scale of a site, and the number of steps after which the
+# limit of this scale doubles.
 BACKOFF = 4
 RECOVERY = 200
 
@@ -47,9 +47,9 @@ RECOVERY = 200
 class NativeScaling:
     """Scale the gradients of each layer of a model that trains in real float16.
 
-    `scale(loss).backward()` computes the true gradient of every parameter. Within the backward pass each product's
-    gradient carries a power of two. The rule chooses it so that the gradient that the product sends on does not
-    underflow. The model is not changed.
+    `scale(loss).backward()` computes the true gradient of every parameter. Within the backward pass the gradient that
+    arrives at a product is multiplied by a power of two. The rule chooses this power of two so that the gradient of the
+    product's input does not underflow. The model is not changed.
 
     Args:
         model: a module that is not quantised; its parameters name the sites.
@@ -113,20 +113,20 @@ class NativeScaling:
         self._constants = Constants(self.options.u_min, self.options.u_max, *bounds)
         predicting = rule
         if isinstance(rule, ApproxRange):
-            # Native code sees an overflow only after it has happened, so the kernel bounds each factor by the worst
-            # case.
+            # An overflow in native code is found only after it has happened, so the kernel itself bounds each factor by
+            # the worst case.
             predicting = replace(rule, bound="measured")
         self._kernel, self._parameters = carried_factor_kernel(predicting.core()), predicting.parameters()
-        # The limit of a product's results. A constant factor has no limit, written as 0, because the rule asked for
-        # this very factor.
+        # The limit of a product's results; 0 for no limit. A constant factor has no limit, because the user has chosen
+        # this factor.
         self._largest = 0.0 if rule.is_constant else self.options.u_max or torch.finfo(HALF).max
         self._weights: dict[int, Tensor] = {}  # moments of parameters in this update, by id
         self._events: dict[torch.device, Any] = {}  # events after which the factors of the last update are on the host
         self._order: list[str] = []  # sites in the order of the last backward pass
         self._leaves: dict[int, tuple[Tensor, frozenset[str]]] = {}
         self._is_lowered = True  # whether limits are set for the last backward pass, or there was none
-        # The observer, such as a Recorder, is called with the gradient that each product, gate and cast sends on, under
-        # the sender's site.
+        # The observer, such as a Recorder, is called with the input gradient of each product, gate and cast, under the
+        # site of this operation.
         self.observer: Recorder | None = None
         self.has_scaled = False  # whether a loss was scaled since the last update of the scaler
         self._pass = NativePass({}, self._choose, HALF, self._begin, needs_half=True)
@@ -141,7 +141,7 @@ class NativeScaling:
     def scale(self, loss: Tensor) -> Tensor:
         """Return a copy of `loss` whose backward pass is scaled layer by layer.
 
-        Raises TypeError if no gradient of the pass is float16, and as `NativePass.scale` does.
+        Raises TypeError if no gradient of the pass is float16, and the errors of `NativePass.scale`.
         """
         # The names are collected again for each loss, because there may be new parameters, as with LoRA.
         self._pass.names = names_in_graphs(self.model)
@@ -169,7 +169,7 @@ class NativeScaling:
         )
 
     def _may_read(self, step: int) -> bool:
-        """True if held factors can be read on the host without waiting."""
+        """Return True if held factors can be read on the host without waiting."""
         # Factors are read in a fixed step after the update, not as soon as a copy has arrived, because a repeated run
         # must take the same path.
         if not (self._events or self.keeps_on_device):
@@ -181,7 +181,7 @@ class NativeScaling:
         return True
 
     def log2_scales(self) -> dict[str, int]:
-        """Return log2 of the scales with which gradients arrived last, by site, from input to output.
+        """Return log2 of the scale with which each site's last gradient arrived, from input to output.
 
         As in emulated training, a product then multiplies the arriving gradient by one more factor.
         """
@@ -189,7 +189,7 @@ class NativeScaling:
         return {site: int(k) for site, k in reversed(found.items()) if k is not None}
 
     def true_grad(self, tensor: Tensor, gradient: Tensor) -> Tensor:
-        """Return the true gradient of a hidden tensor, as in a plain backward pass, in float32 or its own wider dtype.
+        """Return the true gradient of a hidden tensor, as in a plain backward pass, in float32 or in a wider dtype.
 
         tensor: the tensor to which the gradient belongs. The gradient may come from its hooks, `retain_grad` or
             `torch.autograd.grad` in the last scaled backward pass. A parameter's gradient is already true.
@@ -216,7 +216,7 @@ class NativeScaling:
         return times(wide, from_to(log2, 0, gradient.device))
 
     def overflowed(self) -> None:
-        """Lower the scales where gradients overflowed. Call it when a step was skipped for its gradients.
+        """Lower the scales where gradients overflowed. Call this when a step was skipped because of an overflow.
 
         Otherwise the rule would undo the backoff of a loss scaler, and every step would be skipped. Two sites are
         limited to a sixteenth of their scales: the first site in the backward pass whose parameters' gradients are not
@@ -230,8 +230,8 @@ class NativeScaling:
             if sites - bad and leaf.grad is not None and not bool(leaf.grad.isfinite().all()):
                 bad |= sites
         hit = next((i for i, site in enumerate(self._order) if site in bad), None)
-        # If no such site is found, all sites are lowered: FSDP2 has already taken the gradients from the leaves of the
-        # graph.
+        # If FSDP2 has already taken the gradients from the leaves of the graph, no such site is found. All sites are
+        # lowered then.
         for site in self._order if hit is None else self._order[max(hit - 1, 0) : hit + 1]:
             state = self.states.get((site, "error"))
             passed_on = math.nan if state is None else float(state.chosen[FINAL])
@@ -288,7 +288,7 @@ class NativeScaling:
             self._leaves = {id(leaf): (leaf, names) for leaf, names in leaves}
 
     def _choose(self, factor: Factor, came: list[Tensor], log2: Power) -> Power:
-        """Return log2 of a site's factor. If the gradients are all zero or not finite, it is the last factor."""
+        """Return log2 of a site's factor; the last factor if the gradients are all zero or not finite."""
         schedule, constants = self.schedule, self._constants
         state = self.states.setdefault((factor.site, "error"), SiteState())
         state.last_step = schedule.step
@@ -304,7 +304,7 @@ class NativeScaling:
             # A node with several gradients, such as an RNN's, has one factor for all of them.
             g = some[0] if len(some) == 1 else torch.cat([g.flatten() for g in some])
             moments_of(g, out=state.moments)
-        # A held factor whose copy has surely arrived is taken from the host, without a kernel launch on the GPU.
+        # A held factor whose copy has surely arrived is read on the host, without a kernel launch on the GPU.
         is_read = not self.keeps_on_device if device.type == "cpu" else False
         if mode is REUSE and isinstance(log2, int) and not is_read and self._may_read(schedule.step):
             is_read, device = True, CPU

@@ -43,10 +43,11 @@ REENTRANT = "CheckpointFunctionBackward"
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The power of two that some gradients carry in the running pass; None until one of them arrives.
+    """The power of two that a group of gradients carries in the running pass.
 
     sites: the last sites that multiplied the gradients, one on each branch; empty for the true gradient before any
         factor.
+    log2: the exponent of the power of two; None until the first of the gradients arrives.
     """
 
     sites: frozenset[str] = frozenset()
@@ -54,7 +55,7 @@ class Cell:
 
 
 Gradients = tuple[Tensor | None, ...]
-# for each node that is not a leaf, by `key_of` the node: the cells of its slots
+# the cells of the slots of each node that is not a leaf, by `key_of(node)`
 Arrivals = dict[tuple[str, int], dict[int, Cell]]
 
 
@@ -71,7 +72,7 @@ class Meeting:
 class Factor:
     """A site where a gradient is multiplied.
 
-    parameter: the operand by which the gradient is multiplied, if it is a parameter, or a view or cast of one.
+    parameter: the parameter that multiplies the gradient, also as a view or cast; None if the operand is no parameter.
     terms: how many products add up to one element of the result.
     is_wide: whether the gradient arrives in a dtype wider than half, and may exceed the range of half.
     rows: how many elements of the gradient add up to one element of the bias's gradient; 0 without a bias.
@@ -86,7 +87,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A node whose incoming gradients are brought to the power of the cell `out`. slots: the cells of its slots."""
+    """A node whose incoming gradients are scaled to the power in the cell `out`. slots: the cells of its slots."""
 
     node: Node
     slots: dict[int, Cell]
@@ -96,7 +97,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A node whose outgoing gradients are divided (at an edge to a leaf) or held."""
+    """A node whose outgoing gradients are divided (at an edge to a leaf) or held (at an edge to a meeting)."""
 
     node: Node
     cell: Cell
@@ -148,7 +149,7 @@ def plan_of(
     while ready:
         node = ready.pop()
         if hasattr(node, "variable"):
-            # Each producer divides its own part, so a leaf must not be a meeting: it would be divided twice.
+            # A leaf is no meeting: each producer divides its part of the gradient, and a meeting would divide it again.
             cells = [cell for parts in producers[node].values() for *_, cell in parts]
             plan.leaves.append((node.variable, frozenset(s for cell in cells for s in cell.sites)))
             if all(cell is not true for cell in cells):
@@ -162,7 +163,7 @@ def plan_of(
             )
         slots = {} if node is not root else {0: true}
         for nr, parts in producers[node].items():
-            # A slot holds its parts until the last one only if their powers differ. Otherwise torch adds the parts.
+            # A slot is a meeting only if its parts carry different powers. Otherwise torch itself adds the parts.
             slots[nr] = parts[0][2]
             if len(parts) > 1 and any(cell is not slots[nr] for _, _, cell in parts):
                 meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
@@ -187,7 +188,7 @@ def plan_of(
             if child is None:
                 continue
             producers[child][nr].append((node, edge, cell))
-            # Division is at the edge, not at the leaf: each part of a leaf's gradient may carry another power.
+            # The division is at the edge, not at the leaf: the parts of its gradient may carry different powers.
             if hasattr(child, "variable") and cell is not true:
                 leave(node, cell, edge, child.variable)
             arriving[child] -= 1
@@ -199,7 +200,7 @@ def plan_of(
 
 def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dict[Node, int]]:
     """Return the edges of every reachable node, and the number of edges that arrive at each node."""
-    # Every node is kept in `edges`, because torch creates a new Python object for a node that nobody holds.
+    # Every node is kept in `edges`, because torch creates a new Python object for a node without a reference.
     edges: dict[Node, tuple[tuple[Node, int], ...]] = {}
     arriving: dict[Node, int] = defaultdict(int)
     waiting = [root]

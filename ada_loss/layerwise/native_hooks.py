@@ -1,4 +1,6 @@
-"""Hooks of a native backward pass at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
+"""Hooks of a native backward pass at the nodes of its plan.
+
+The hooks multiply gradients, hold them where branches meet, and divide them at leaves.
 
 `Checks` finds code with which scaling of layers cannot return true gradients. It raises an error, or warns once.
 """
@@ -57,15 +59,16 @@ MODULE_HOOK = "BackwardHookFunctionBackward"
 class NativePass:
     """Carry powers of two through the backward passes of losses, and divide them out at every leaf.
 
-    The gradient of a leaf equals that of a plain pass bit for bit if no number leaves the range of its dtype. A leaf of
-    `half` gets a float32 gradient.
+    The gradient of a leaf equals its gradient in a plain pass bit for bit, if no number leaves the range of its dtype.
+    A leaf of the dtype `half` gets a float32 gradient.
 
     names: the names of parameters, by id, for sites; the mapping may change between losses. half: the dtype whose range
         gradients must fit.
-    choose: a function from a site, the gradients that arrive there, and log2 of their power, to log2 of the factor.
+    choose: a function from a site, the gradients that arrive there, and log2 of the power of two that the gradients
+        carry, to log2 of the factor.
     needs_half: whether to refuse a loss whose graph has no half gradient.
-    on_begin: called when a pass begins, with its sites in order, its leaves with the sites that they depend on, and
-        whether no site was left out.
+    on_begin: a function that is called when a pass begins, with the sites in order, the leaves with the sites on which
+        each of them depends, and whether no site was left out.
     """
 
     # The running graph tasks of scaled losses, of all scalers. Each task divides by its own powers only, so no two
@@ -94,7 +97,8 @@ class NativePass:
         writes a parameter's gradient; RuntimeError if two scaled losses, or a scaled and an unscaled loss, meet in it.
 
         ones: sites whose factor is known to be 1, which need no hook.
-        observe: called with a product's factor, the gradient it sends on (float32, unrounded), and log2 of its power.
+        observe: a function that is called with a product's factor, the gradient of its input (float32, unrounded), and
+            log2 of the power of two that this gradient carries.
         """
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
@@ -129,8 +133,8 @@ class NativePass:
 
     def _hook(self, plan: Plan, is_whole: bool, observe: Observe | None) -> None:
         task = _Task()
-        # The functions below must not capture the plan, which holds the root: a node that its own hook holds is never
-        # freed.
+        # The functions below must not capture the plan, because the plan holds the root. A node that is held by its own
+        # hook is never freed.
         cells, meetings, carried, sites, leaves = plan.cells, plan.meetings, plan.carried, plan.sites, plan.leaves
         arrivals = plan.arrivals
 
@@ -144,7 +148,7 @@ class NativePass:
             self._arrivals = arrivals
             if cells:
                 self.checks.look_at_call(current_node(), arrivals)
-            # The graph may be retained and run once more, so all state of the pass before is deleted.
+            # The graph may be retained and run once more, so all state of the previous pass is deleted.
             for cell in cells:
                 cell.log2 = None
             for meeting, producers in meetings:
@@ -157,8 +161,8 @@ class NativePass:
             self.on_begin(sites, leaves, is_whole)
 
         def end() -> None:
-            # A leaf whose gradient no hook divided must have no new gradient. It has one if a fused kernel writes
-            # weight gradients without autograd.
+            # If no hook divided a leaf's gradient, the leaf must have no new gradient. A fused kernel violates this if
+            # it writes weight gradients without autograd.
             NativePass.running.discard(task.number)
             left, task.undelivered = task.undelivered, {}
             for leaf, *before in left.values():
@@ -296,8 +300,8 @@ class Checks:
                     f"of an auxiliary loss, and a constant would be divided by the scale of its layer. Add the "
                     f"auxiliary loss to the loss: scaler.scale(loss + auxiliary).",
                 )
-            # Functions are remembered by kind and place, not by node: each forward pass creates new nodes, and one
-            # check of each Function is enough.
+            # Functions are remembered by their kind and their number in the plan, not by node, because each forward
+            # pass creates new nodes. One check of each Function is enough.
             count[kind] = number = count.get(kind, 0) + 1
             if (kind, number) not in self._seen:
                 self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
@@ -412,10 +416,11 @@ TURNS = ("TBackward0", CAST)  # nodes through which a weight can be followed wit
 def watch_sent(
     node: Node, half: torch.dtype, tell: Callable[[Tensor], None], is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Call `tell` in each backward pass with the gradient that a product sends on, in float32 before rounding.
+    """Call `tell` in each backward pass with the gradient of a product's input, in float32 before rounding.
 
-    Nodes for which `_sent_by` returns None, and passes in which `is_wanted` returns False, are skipped. Register this
-    after other hooks that change the incoming gradient. tell, is_wanted: functions that must not hold a node.
+    Nodes for which `_sent_by` returns None, and passes in which `is_wanted` returns False, are skipped. Call this
+    after the registration of other hooks that change the incoming gradient. tell, is_wanted: functions that must not
+    hold a node.
     """
     sent = _sent_by(node, half)
     arrived: list[Tensor | None] = []
@@ -435,7 +440,7 @@ def watch_sent(
 
 
 def _sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return a function from a product's incoming gradient to the gradient it sends on, both in float32.
+    """Return a function from the gradient of a product's output to the gradient of its input, both in float32.
 
     The other operand is the parameter, rounded to `half` as by autocast. Returns None if the other operand is not a
     parameter, because saved tensors are not read (a checkpoint allows only one read), and for a compiled region, whose
@@ -474,7 +479,10 @@ def _by_matrix(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | No
 
 
 def _operand(node: Node | None, half: torch.dtype) -> tuple[Tensor, bool] | None:
-    """Return the parameter behind casts and transpositions as multiplied, in float32, and whether it was transposed."""
+    """Return the parameter behind casts and transpositions, and whether it was transposed.
+
+    The parameter has the values that are multiplied: rounded to `half`, in a float32 tensor.
+    """
     is_transposed = False
     while node is not None and not hasattr(node, "variable"):
         if node.name() not in TURNS:

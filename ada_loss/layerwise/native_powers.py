@@ -41,7 +41,7 @@ def largest(powers: Sequence[Power], device: torch.device) -> Power:
 
 
 def from_to(came: Power, goes: Power, device: torch.device) -> Ratio:
-    """Return the ratio from the power `came` to the power `goes`; the number 0 if they are equal."""
+    """Return the ratio from the power `came` to the power `goes`; the number 0 if the powers are equal."""
     if came is goes:
         return 0
     if isinstance(came, int) and isinstance(goes, int):
@@ -77,7 +77,7 @@ ROOM = torch.finfo(HALF).max / 2.0**HEADROOM
 def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple[list[Tensor | None], Power]:
     """Bring the gradients of a node's results to one power of two; return the gradients and the power.
 
-    The power is the largest of the gradients' powers at which each float16 gradient keeps its headroom. came: the
+    The power is the largest of the gradients' powers, lowered until each float16 gradient keeps its headroom. came: the
     powers, by the index of the gradient.
     """
     result, powers = [*gradients], [*came.values()]
@@ -107,11 +107,12 @@ def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple
 
 
 def meet(parts: Sequence[tuple[Tensor, Power]]) -> tuple[Tensor, Power]:
-    """Add gradients at the largest of their powers of two at which the sum keeps its headroom, in their dtype.
+    """Add gradients at the largest of their powers of two, lowered until the sum keeps its headroom, in their dtype.
 
     parts: each gradient and its power.
     """
-    # They are added in float32, or in their dtype if that is wider: the sum may exceed float16 before it is lowered.
+    # float16 gradients are added in float32, because their sum may exceed float16 before it is lowered. Other gradients
+    # are added in their dtype.
     g, top = parts[0]
     is_half, device = g.dtype is HALF, g.device
     top = largest([power for _, power in parts], device)

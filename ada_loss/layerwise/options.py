@@ -23,7 +23,7 @@ KEYS = ("site", "role", "factors", "kept", "amax", "ceiling", "reached", "histor
 
 
 def _is_scale(value: Any) -> bool:
-    """True for a number above 0 that float64 holds."""
+    """Return True for a number above 0 that float64 holds."""
     return is_finite_number(value) and value > 0 and (not isinstance(value, int) or value <= sys.float_info.max)
 
 
@@ -112,7 +112,7 @@ class Options:
 
     @property
     def predicts(self) -> bool:
-        """True if the rule predicts a product's result from its operands; otherwise it measures gradients."""
+        """Return True if the rule predicts a product's result from its operands; other rules measure gradients."""
         return self.rule.predicts
 
     def as_plain(self) -> dict[str, Any]:
@@ -123,14 +123,14 @@ class Options:
 
     @property
     def has_range(self) -> bool:
-        """True if u_min or u_max is a number, which not every format holds."""
+        """Return True if u_min or u_max is a number, which not every format holds."""
         return self.u_max is not None or not isinstance(self.u_min, str)
 
     def require_range_of(self, spec: RoundingSpec, place: str) -> None:
         """Raise ValueError if a numeric u_min or u_max is outside the range of a format.
 
         spec: how gradients are rounded.
-        place: the words for the place of the gradient, for the error.
+        place: a description of the gradient, for the error message.
         """
         fmt = spec.fmt
         u_min = self.u_min if isinstance(self.u_min, float) else fmt.smallest
@@ -153,12 +153,12 @@ class Options:
 
     @property
     def holds_scales(self) -> bool:
-        """True if scales are held between updates; branches="original" reuses factors instead."""
+        """Return True if scales are held between updates; branches="original" reuses factors instead."""
         return self.branches == "exact" and self.update_every > 1
 
 
 def check_progress(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the step and the last update's step are counts, and the update's is not the larger."""
+    """Raise ValueError unless the step and the last update's step are counts, and no update follows the step."""
     for name in ("step", "updated"):
         if not is_whole(state[name], 0) or state[name] > MOST_STEPS:
             raise ValueError(f"The state has {name}={shown(state[name])}. Expected: a whole number, 0 or more.")
@@ -197,7 +197,7 @@ def check_sites(sites: Any, step: int, modules: Collection[str], length: int | N
 
 
 def _check_site(saved: Mapping[str, Any], step: int, length: int | None) -> None:
-    """Raise ValueError if fields of a site are invalid, with all of them in one message."""
+    """Raise ValueError if fields of a site are invalid, with all invalid fields in one message."""
     factors, history = saved["factors"], saved["history"]
     wrong = [name for name in ("kept", "log2_scale") if not _is_log2_scale(saved.get(name))]
     wrong += [name for name in ("amax", "ceiling") if not _is_magnitude(saved[name])]
@@ -225,10 +225,10 @@ def _check_site(saved: Mapping[str, Any], step: int, length: int | None) -> None
 
 
 def _is_log2_scale(value: Any) -> bool:
-    """True for None, and for an exponent that a scale may have."""
+    """Return True for None, and for an exponent that a scale may have."""
     return value is None or (is_whole(value) and abs(value) <= MOST_LOG2_SCALE)
 
 
 def _is_magnitude(value: Any) -> bool:
-    """True for a number from 0 to inf that float64 holds."""
+    """Return True for a number from 0 to inf that float64 holds."""
     return is_number(value) and (value == math.inf or 0 <= value <= 2**1023)

@@ -3,7 +3,7 @@
 Each kernel is a function over small arrays. It runs in Python for a gradient on the CPU, and is compiled as a CUDA
 kernel of one thread for a gradient on a GPU, so that no number is copied to the host. Kernels share these arguments:
 
-log2_scale: (1,) int64, the requested scale: the scale with which the gradient arrived, or which was held.
+log2_scale: (1,) int64, the requested scale: the scale with which the gradient arrived, or the scale that was held.
 moments, g, w: `Moments` as (10,) float64. `moments` are those of the gradient before rounding. `g` are those of the
     rounded gradient, or, where a gradient enters the format, of the gradient before rounding. `w` are those of the
     product's other operand.
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class SiteMode(IntEnum):
-    """Mode of a site in a step that chooses scales. In all but HOLD the scale follows from the consumers' scales."""
+    """Mode of a site in a step that chooses scales. Except under HOLD, the scale follows from the consumers' scales."""
 
     HOLD = 0  # the gradient is rounded at the site's held scale, and its products reuse their factors
     REUSE = 1  # factors of an earlier step are reused
@@ -86,8 +86,8 @@ class Limits(NamedTuple):
 
 
 U_MIN, U_MAX, LOWEST, HIGHEST, FACTOR_BOUND, SCALE_BOUND, LOST_EXPONENT = range(len(Limits._fields))
-# Fields for a recorder: the factor that the rule asked for, this factor within its bounds, the exponent of its power of
-# two, the requested log2_scale, and the log2_scale at which the gradient was rounded.
+# Fields for a recorder: the factor that the rule computed, this factor within its bounds, the bounded factor's exponent
+# as a power of two, the requested log2_scale, and the log2_scale at which the gradient was rounded.
 CHOSEN = range(5)
 UNBOUND, BOUND, POWER_OF_TWO, REQUESTED, FINAL = CHOSEN
 
@@ -113,7 +113,7 @@ def retain_last_informative(requested, held, moments, out):
 
 
 def _measured(k, log2_scale, limits, chosen):
-    """Return the scale that a rule measured, or the bound that the user set if the scale exceeds it."""
+    """Return the scale k that a rule measured, or the user's bound if the scale exceeds this bound."""
     if limits[SCALE_BOUND] < math.inf:
         k = min(k, floor_log2(limits[SCALE_BOUND]))
     chosen[POWER_OF_TWO] = k - log2_scale[0]
@@ -121,7 +121,10 @@ def _measured(k, log2_scale, limits, chosen):
 
 
 def keep_what_is_not_finite(before, after):
-    """Mark the moments of a rounded gradient as not finite if the unrounded gradient was: saturation removes inf."""
+    """Mark the moments of a rounded gradient as not finite if the unrounded gradient was not finite.
+
+    Without the mark an inf would be lost, because rounding may saturate it.
+    """
     if not before[AMAX] < math.inf:
         after[AMAX] = math.inf
 
@@ -136,7 +139,7 @@ def scale_to_max(log2_scale, moments, limits, margin, out, chosen):
 
 
 def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):
-    """Scale the largest amax of the past steps to just below the maximum; then add this step's to `history`.
+    """Scale the largest amax of the past steps to just below the maximum; then add this step's amax to `history`.
 
     If the history is all zero, this step's own amax is used.
     """
@@ -158,7 +161,7 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
     """Choose the smallest scale, 1 or more, at which at most `share` of the elements underflows.
 
     bins, first: from `binades`: the elements counted by exponent, and the exponent of the first count. A power of two
-        ends its binade where rounding loses it, and begins it elsewhere.
+        is the end of a binade if rounding loses elements at the threshold, and otherwise the beginning of a binade.
     """
     k = max(exact(bins, first[0], int(limits[LOST_EXPONENT]), share[0]), 0)
     k = _measured(k, log2_scale, limits, chosen)
@@ -166,7 +169,7 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
 
 
 def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
-    """Choose the scale of least squared error among the fitting scale and larger ones; the smaller if two are equal.
+    """Choose the scale of least squared error among the fitting scale and larger scales; the smaller of two equals.
 
     errors: the error of each scale, beginning with the scale in `out`. An error that is not finite, after an overflow,
         never counts as smaller.
@@ -189,7 +192,7 @@ def meeting_scale(amaxima, log2_scales, limits, out):
 
 @cache
 def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
-    """Return the kernel that chooses the scale that a product passes on: its gradient's scale times a factor.
+    """Return the kernel that chooses the scale behind a product: the scale of its output's gradient times a factor.
 
     mode: (1,) int64, a SiteMode: whether the factor is computed or reused from an earlier step.
     factor: (1,) float64; 0 is an unknown factor, and scales by 1. The old factor is kept if the gradient or the other

@@ -332,13 +332,13 @@ def _release(listener: Any) -> None:
 
 
 def _engine_of(listener: Any) -> Engine | None:
-    """Return the engine that scales a model's gradients, or None if another object does."""
+    """Return the engine that scales a model's gradients; None if another object scales them, or none does."""
     engine = getattr(listener.scaling, "__self__", None)
     return engine if isinstance(engine, Engine) else None
 
 
 def _require_unscaled(registered: list[Any]) -> None:
-    """Raise ValueError if the model is scaled already; detach an AdaLossScaled that was lost, with a warning."""
+    """Raise ValueError if the model is scaled already; detach an AdaLossScaled without a reference, with a warning."""
     busy = [group for group in registered if group.scaling is not None]
     engines = [_engine_of(group) for group in busy]
     if any(engine is None or engine.owner() is not None for engine in engines):
@@ -356,7 +356,7 @@ def _require_unscaled(registered: list[Any]) -> None:
 
 
 def _short(setting: Any) -> str:
-    """Return a setting as text for an error, with a long list of modules shortened."""
+    """Return a setting as text for an error message, with a long list of modules shortened."""
     text = repr(setting)
     return text if len(text) <= 80 else f"{text[:38]} ... {text[-38:]}"
 

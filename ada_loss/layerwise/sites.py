@@ -1,12 +1,12 @@
 """Sites where gradients are rounded: their links in the autograd graph, and their state from step to step.
 
 A site is a place in the model where a tensor is rounded. A `GradientSite` belongs to one forward pass and links to the
-sites behind it, towards the model's input; with branches="original" each branch is rounded on its own. A `SiteState`
+sites behind it, towards the model's input. With branches="original" each branch is rounded separately. A `SiteState`
 belongs to the training and holds scales and statistics.
 
 `Schedule` counts backward passes, and decides whether a pass chooses all scales, completes them, or holds them. A
-backward pass is a *graph task*; torch gives later tasks larger numbers. Each backward pass is a step of its own, except
-a pass that a checkpoint runs within another pass.
+backward pass is a *graph task*; torch gives later tasks larger numbers. Each backward pass is a separate step, except a
+pass that a checkpoint runs within another pass.
 """
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ class SiteState:
         self.chosen = keep_memory_of(torch.full((len(CHOSEN),), math.nan, dtype=torch.float64, device="cpu"))
 
     def has_headroom(self) -> bool:
-        """True if the last gradient was so far below the ceiling that the next one should fit."""
+        """Return True if the last gradient was so far below the ceiling that the next gradient should fit."""
         return 0.0 < self.last_amax * HEADROOM <= self.ceiling
 
     def knows(self, indices: Iterable[int]) -> bool:
-        """True if these factors are known on the host. Does not wait for a pending copy from a GPU."""
+        """Return True if these factors are known on the host. Does not wait for a pending copy from a GPU."""
         known = self.factors_on_host
         return all(index in known and memory_of(known[index])[0] != 0 for index in indices)
 
     def copy_to_host(self, index: int) -> None:
         """Start a copy of a factor to the host."""
-        # In every step the host asks which factors are known (`knows`), and this must not wait for the GPU.
+        # In every step the host calls `knows`, which must not wait for the GPU.
         factor = self.factors[index]
         if factor.device.type == "cpu":
             self.factors_on_host[index] = factor
@@ -131,7 +131,7 @@ class SiteState:
             self.last_amax = float(memory_of(self.moments)[AMAX])
 
     def move_to(self, device: torch.device) -> None:
-        """Move to the device of the site's gradient."""
+        """Move the state's tensors to the device of the site's gradient."""
         if device.type == "cuda":  # the memory is pinned; otherwise the host would wait for each copy
             self.factors_on_host = {i: keep_memory_of(f.pin_memory()) for i, f in self.factors_on_host.items()}
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
@@ -154,7 +154,7 @@ class SiteState:
         }
 
     def load_plain(self, saved: Mapping[str, Any]) -> None:
-        """Load saved values on the CPU, except the held scale and its ceiling."""
+        """Load saved values into tensors on the CPU. The held scale and its ceiling are not loaded here."""
         for index, factor in saved["factors"].items():
             self.factors[int(index)] = keep_memory_of(torch.tensor([factor], dtype=torch.float64, device="cpu"))
         self.factors_on_host = dict(self.factors)
@@ -193,7 +193,7 @@ class ProductEdge:
 
 
 class GradientSite:
-    """One tensor of one forward pass whose gradient is rounded: the sources and targets of its scale."""
+    """One tensor of one forward pass whose gradient is rounded, with the sources and targets of its scale."""
 
     __slots__ = (
         "dtype",
@@ -245,7 +245,7 @@ class StepKind(Enum):
     BETWEEN = "between updates: sites are not linked, and all scales are held"
 
 
-# For speed: Python 3.11 takes 60 ns to look a member up in its class.
+# These names are for speed: Python 3.11 takes 60 ns to look up a member of an Enum class.
 UPDATE, COMPLETE, BETWEEN = StepKind
 
 
@@ -272,7 +272,9 @@ class Schedule:
         self.is_all_known = None
 
     def links_sites(self, graph_task: int) -> bool:
-        """True if sites that are created now must be linked, because their step (this or the next) chooses scales.
+        """Return True if sites that are created now must be linked, because their step chooses scales.
+
+        Their step is the current step for the forward pass of a checkpoint, and the next step otherwise.
 
         graph_task: the graph task in which the forward pass runs; -1 outside of a backward pass.
         """
@@ -283,16 +285,16 @@ class Schedule:
         if self.step + 1 - self.last_update >= self._update_every:
             return True
         if self.is_all_known is None:
-            # A site that no step has reached since the update may never come again. It is left out, because waiting for
-            # it would link sites forever.
+            # A site without a gradient since the update may never get a gradient again. It is left out; otherwise sites
+            # might be linked forever, waiting for its scale.
             reached = [s for s in self._states.values() if s.last_step >= self.last_update]
             self.is_all_known = all(s.held_log2_scale is not None and s.knows(s.factors_on_host) for s in reached)
         return not self.is_all_known
 
     def enter(self, graph_task: int, made_in: int, is_linked: bool) -> bool:
-        """Record that a gradient reached a site; return True if it begins a new step.
+        """Record that a gradient reached a site; return True if the gradient begins a new step.
 
-        graph_task: the graph task in which it arrived.
+        graph_task: the graph task in which the gradient arrived.
         made_in: `made_in` of the site; a checkpoint's graph task belongs to the step that runs its forward pass.
         is_linked: whether the site is linked.
         """
@@ -330,9 +332,9 @@ def register(site: GradientSite, out: Tensor) -> None:
 
 
 def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[Entry, ProductEdge]:
-    """Find the sites behind `out`: sites that a product reaches, and sites to which its scale is passed on.
+    """Find the sites behind `out`: sites that a product reaches, and sites that get the scale without a factor.
 
-    site: that of `out`.
+    site: the site of `out`.
     out: an operation's result.
     products: the products of that operation whose operands' gradients get a factor.
     Returns the product edges by the graph entry of each operand.
@@ -365,7 +367,7 @@ def _entry_of(operand: Tensor, out: Tensor) -> Entry:
 
 
 def has_site(entry: Entry) -> bool:
-    """True if the entry itself has a site."""
+    """Return True if the entry itself has a site."""
     node, nr = entry
     return node is not None and nr in node.metadata.get(_KEY, {})
 
@@ -378,8 +380,8 @@ def error_sites_behind(entry: Entry) -> list[GradientSite]:
 def sites_behind(entries: Iterable[Entry]) -> list[GradientSite]:
     """Return the nearest sites, searched from output to input.
 
-    entries: where the search starts. With None as the output number, it starts behind the node and ignores the sites of
-        the node's own outputs.
+    entries: where the search starts. With None as the output number, the search starts behind the node and ignores the
+        sites of the node's outputs.
     """
     sites, seen, stack = [], set(), list(entries)
     while stack:
@@ -400,9 +402,9 @@ def round_branches(
 ) -> None:
     """Round the gradient of each operand as it leaves an operation, before other consumers' gradients are added to it.
 
-    site: that of `out`.
+    site: the site of `out`.
     out: the operation's result.
-    operands: its arguments: tensors, sequences of tensors, and others, which are skipped.
+    operands: the operation's arguments: tensors, sequences of tensors, and other objects, which are skipped.
     edges: the operation's products, by the graph entry of each operand.
     constants: the cache of limits.
     """

@@ -1,4 +1,4 @@
-"""The formulas of one layer's rules: from statistics of its gradient to a power of two or a factor. Pure arithmetic.
+"""The formulas of layer rules: from statistics of a layer's gradient to a power of two or a factor. Pure arithmetic.
 
 Zhao, Vogel, Ahmed, Luk, "Reducing Underflow in Mixed Precision Training by Gradient Scaling", IJCAI 2020. A gradient
 carries a scale S, the product of the factors chosen so far. A layer that multiplies the gradient by its weights chooses
@@ -45,7 +45,7 @@ GRAD_WEIGHT, GRAD, PRODUCT = range(len(STATS))
 BOUNDS = ("measured", "worst_case")
 MEASURED_BOUND, WORST_CASE = range(len(BOUNDS))
 HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE, BOUND = range(5)  # the parameters of approx_range
-# A log2_scale that exceeds those of any container. It is not inf, because exponents are int64 in the kernels.
+# A log2_scale beyond the range of any container. It is not inf, because exponents are int64 in the kernels.
 NEVER = 1 << 20
 
 
@@ -62,7 +62,7 @@ def floor_log2(x):
 
 
 def fitting_log2_scale(amax, u_max):
-    """Return the largest k with amax * 2**k <= u_max, above which a tensor overflows. NEVER if amax is 0.
+    """Return the largest k with amax * 2**k <= u_max, or NEVER if amax is 0. Above u_max a tensor overflows.
 
     >>> fitting_log2_scale(1.0, 65504.0), fitting_log2_scale(65505.0, 65504.0)
     (15, -1)
@@ -76,8 +76,9 @@ def fitting_log2_scale(amax, u_max):
     return top - exponent - (1 if a > b else 0)
 
 
-# The least variance, as a share of the second moment, that counts as larger than 0, the variance of a constant: float64
-# sums of 2**24 equal numbers were found to leave a share of 2**-35. The deviation is then 2**-15 of the numbers.
+# The least variance, as a share of the second moment, that counts as larger than 0. Equal numbers have the variance 0,
+# but float64 sums of 2**24 equal numbers were found to leave a share of 2**-35. At the least variance, the deviation is
+# 2**-15 of the numbers.
 LEAST_VARIANCE = 2.0**-30
 
 
@@ -90,10 +91,11 @@ def overflow_limit(g, w, terms, u_max):
 
 
 def approx_range(g, w, terms, u_min, u_max, unit, p):
-    """Return the factor of Zhao et al. 2020: at most a share of the results, normal with mean 0, is below u_min.
+    """Return the factor of Zhao et al. 2020, at which at most a share of the results is below u_min.
 
-    The standard deviation of the results comes from the second moments of both operands. Under GRAD it is the
-    gradient's own standard deviation, and the other operand does not enter the bound either. p is indexed by HALF_WIDTH
+    The results are taken as normally distributed with the mean 0. Their standard deviation comes from the second
+    moments of both operands. Under GRAD it is the standard deviation of the gradient, and the other operand does not
+    enter the bound either. p is indexed by HALF_WIDTH
     (sqrt(2) erfinv(share)), STATISTICS, IS_LOGNORMAL, QUANTILE (sqrt(2) erfinv(2 share - 1)) and BOUND.
     """
     if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
@@ -179,7 +181,7 @@ def bounded(factor, log2_scale, scale_bound, accumulated_bound):
     """Clamp a factor to its bounds.
 
     factor: the factor that a rule asks for.
-    log2_scale: log2 of the scale that it multiplies.
+    log2_scale: log2 of the scale that the factor multiplies.
     scale_bound: the largest factor.
     accumulated_bound: the largest product of scale and factor.
     """
@@ -187,9 +189,9 @@ def bounded(factor, log2_scale, scale_bound, accumulated_bound):
 
 
 def branch_exponent(amaxima, log2_scales, u_max):
-    """Return branch_log2_scale unchecked: the gradient may not fit if no scale down to 2**-4 is small enough."""
+    """Return the result of branch_log2_scale without its check: no scale down to 2**-4 may be small enough."""
     # This follows the authors' code step by step: it has `<` where a format would allow equality, and it stops halving
-    # where they do.
+    # where their code stops.
     largest = 0.0
     for i in range(len(amaxima)):
         largest = max(largest, amaxima[i])

@@ -79,7 +79,7 @@ class LayerRule:
 class ApproxRange(LayerRule):
     """The method of Zhao et al. 2020: at most a share of normally distributed products underflows.
 
-    n_uf_threshold: that share.
+    n_uf_threshold: the share of the products that may underflow.
     stats: the authors' version of the statistics: "grad+weight" (the last version), "grad" (labelled as the IJCAI
         submission: only the standard deviation and the largest magnitude of the gradient, so that a constant gradient
         has the factor 1) or "product" (the first version, which leaves the sum out).
@@ -102,7 +102,8 @@ class ApproxRange(LayerRule):
     lognormal: bool = param(False, checks.FLAG)
     bound: str = param("measured", ONE_OF_BOUNDS)
 
-    # These are properties, because they are constants of other rules but follow from parameters of this rule.
+    # `logs` and `fits_few_bits` are constants of other rules. They are properties here, because they follow from
+    # parameters of this rule.
     @property
     def logs(self) -> bool:  # type: ignore[override]
         return self.lognormal
@@ -145,7 +146,7 @@ class AbsRange(LayerRule):
 class ElementWiseRange(LayerRule):
     """Keep every product from underflowing, judged by all products of a gradient element and a weight; slow.
 
-    For diagnosis of linear layers and convolutions.
+    The rule is for the diagnosis of linear layers and convolutions.
 
     max_rescue_ratio: the share of the products, counted from the largest, that must not underflow. None for all
         products, whose smallest and largest are found channel by channel. With a share every product is formed, at most
@@ -184,10 +185,10 @@ class Fixed(LayerRule):
 class Exact(LayerRule):
     """Choose the smallest scale, 1 or more, at which at most a share of the gradient itself underflows.
 
-    The share is counted in a histogram of exponents, without assuming a distribution. This makes it the reference for
-    the other rules.
+    The share is counted in a histogram of exponents, without assuming a distribution. This makes the rule the reference
+    for the other rules.
 
-    n_uf_threshold: that share.
+    n_uf_threshold: the share of the gradient's elements that may underflow.
     """
 
     name: ClassVar[str] = "exact"
@@ -232,9 +233,9 @@ class AmaxHistory(LayerRule):
 class Mse(LayerRule):
     """Choose the scale with the least squared error: the scale of `Current`, or 2, 4 or 8 times that scale.
 
-    It is for rounding to nearest. In 6 bits and fewer it keeps small elements that `Current` loses, and saturates a few
-    large elements; in 8 bits it equals `Current`. Never combine it with stochastic rounding, whose errors average out
-    only without saturation; a warning says so. The gradient of the loss itself (see `fpsim.last_layers`) needs its
+    The rule is for rounding to nearest. In 6 bits and fewer it keeps small elements that `Current` loses, and saturates
+    a few large elements; in 8 bits it equals `Current`. Never combine it with stochastic rounding, whose errors average
+    out only without saturation; a warning says so. The gradient of the loss itself (see `fpsim.last_layers`) needs its
     largest element, and is better left in a wider format.
     """
 

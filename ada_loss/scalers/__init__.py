@@ -1,7 +1,7 @@
 """Scalers of the whole loss.
 
-grad_scaler: GradScaler, any rule behind the verbs of `torch.amp.GradScaler`.
-verbs: these verbs for an enabled scaler, and for one that is off.
+grad_scaler: GradScaler, any rule behind the methods of `torch.amp.GradScaler`.
+verbs: the implementations of these methods, for an enabled and for a disabled scaler.
 gradients: operations on the gradients of an optimizer.
 updater: Updater, a whole training step with retries.
 """

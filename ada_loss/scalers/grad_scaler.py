@@ -19,7 +19,7 @@ from fpsim.checks import require_flag, require_mapping, shown
 
 __all__ = ["GradScaler", "NoScaler"]
 
-# The first argument of torch.amp.GradScaler is a device, ours is a rule: code written for torch passes one of these.
+# The first argument of torch.amp.GradScaler is a device, but here it is a rule. Code for torch passes one of these.
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -141,8 +141,8 @@ class GradScaler:
         Raises ValueError for float16 gradients, since the quotient would underflow; RuntimeError for a second call.
         """
         self._verbs.unscale_(optimizer)
-        # This comes before gradients are clipped: clipping would spread one NaN to all gradients, and every layer's
-        # scale would be lowered.
+        # The scales of layers are lowered before gradients are clipped. Clipping would spread one NaN to all gradients,
+        # and every layer's scale would be lowered.
         self._lower_layers(optimizer)
 
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -160,8 +160,8 @@ class GradScaler:
         result = self._verbs.step(self, optimizer, args, kwargs)
         if self.layers is not None and not self.layers.has_scaled:
             self._warn_of_a_plain_loss()
-        # Layers are lowered here too, for optimizers that unscale by themselves. update() would be too late, because a
-        # loop may delete the gradients before it.
+        # The scales of layers are lowered here too, for optimizers that unscale by themselves. In update() it would be
+        # too late, because a loop may delete the gradients before update().
         self._lower_layers(optimizer)
         return result
 
@@ -179,9 +179,9 @@ class GradScaler:
             self.layers.overflowed()
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """True if `unscale_` or `step` has found a gradient of this optimizer that is not finite since `update` ran.
+        """Return True if `unscale_` or `step` has found a gradient that is not finite since the last `update`.
 
-        Copies one number to the host, unless `step` already did.
+        Only gradients of this optimizer count. Copies one number to the host, unless `step` has already copied it.
         """
         return self._verbs.overflowed(optimizer)
 
@@ -221,31 +221,31 @@ class GradScaler:
         return self.rule.scale
 
     def get_growth_factor(self) -> float:
-        """The rule's `growth_factor`. AttributeError for rules without one, or with another name for it."""
+        """Return the rule's `growth_factor`. Raises AttributeError for rules without a parameter of this name."""
         return parameter_of(self.rule, "growth_factor")
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the rule's `growth_factor`. AttributeError for rules without one, or with another name for it."""
+        """Set the rule's `growth_factor`. Raises AttributeError for rules without a parameter of this name."""
         self._verbs.set_parameter("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
-        """The rule's `backoff_factor`. AttributeError for rules without one, or with another name for it."""
+        """Return the rule's `backoff_factor`. Raises AttributeError for rules without a parameter of this name."""
         return parameter_of(self.rule, "backoff_factor")
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the rule's `backoff_factor`. AttributeError for rules without one, or with another name for it."""
+        """Set the rule's `backoff_factor`. Raises AttributeError for rules without a parameter of this name."""
         self._verbs.set_parameter("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
-        """The rule's `growth_interval`. AttributeError for rules without one, or with another name for it."""
+        """Return the rule's `growth_interval`. Raises AttributeError for rules without a parameter of this name."""
         return parameter_of(self.rule, "growth_interval")
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the rule's `growth_interval`. AttributeError for rules without one, or with another name for it."""
+        """Set the rule's `growth_interval`. Raises AttributeError for rules without a parameter of this name."""
         self._verbs.set_parameter("growth_interval", new_interval)
 
     def is_enabled(self) -> bool:
-        """True if this scaler scales at all."""
+        """Return True if this scaler scales at all."""
         return self._verbs.is_enabled
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,9 +257,9 @@ class GradScaler:
         return state if self.layers is None else {**state, "layers": self.layers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, at any time. Raises RuntimeError if the state is empty, or of another rule.
+        """Resume from a saved state, at any time. Raises RuntimeError if the state is empty, or of another rule.
 
-        A scaler with layers accepts a state without them and warns: the next step chooses their scales again.
+        A scaler with layers accepts a state without scales of layers and warns: the next step chooses the scales again.
         """
         if self.layers is None:
             self._verbs.load_state_dict(self, state_dict)
@@ -276,7 +276,8 @@ class GradScaler:
                 stacklevel=2,
             )
             return
-        # A refused state must change nothing, but the rule's part is already loaded: it is restored.
+        # A refused state must change nothing. The rule's part of the state is already loaded, so the old state is
+        # restored.
         try:
             self.layers.load_state_dict(layers)
         except BaseException:
@@ -302,7 +303,7 @@ class NoScaler(GradScaler, metaclass=_IsOff):
     """A disabled scaler: no scaling, no checks, no skipped steps. `max_gradient_norm` still clips.
 
     Every disabled scaler is an instance of this class: `GradScaler(enabled=False)`, `GradScaler("off")`, and
-    those of a subclass.
+    disabled scalers of a subclass.
 
     >>> GradScaler(enabled=False).scale(torch.tensor(3.0))
     tensor(3.)

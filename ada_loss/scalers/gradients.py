@@ -53,7 +53,7 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
 def unscale_and_check_(
     gradients: Gradients, inverse_on: Callable[[torch.device], Tensor], found_inf: dict[torch.device, Tensor]
 ) -> None:
-    """Multiply gradients by the inverse of the scale, in place, and record on which devices one is not finite.
+    """Multiply gradients by the inverse of the scale, in place, and record on which devices a gradient is not finite.
 
     gradients: the gradients of one optimizer.
     inverse_on: a function that returns the inverse on a device, as 0-d float32.
@@ -84,8 +84,8 @@ def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
     if not every:
         return None
     norm = torch.nn.utils.get_total_norm(every)
-    # The 1e-6 and the clamp are those of torch.nn.utils.clip_grad_norm_: it always multiplies, so that the host need
-    # not compare
+    # The 1e-6 and the clamp are as in torch.nn.utils.clip_grad_norm_. The gradients are always multiplied, so that the
+    # host need not compare the norm.
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, _), grads in gradients.items():
         torch._foreach_mul_(grads, coefficient.to(device, non_blocking=device.type != "cpu"))
@@ -116,7 +116,7 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
                 "A sparse gradient reached an Updater with a process group, which adds dense ones. "
                 "Set sparse=False, or leave out process_group."
             )
-        # The flags travel with the gradients: every rank must enter the same number of collectives.
+        # The flags are sent together with the gradients, because every rank must enter the same number of collectives.
         present = torch.tensor([float(p.grad is not None) for p in alike]).to(alike[0])
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
         packed = torch.cat([present, *(g.reshape(-1) for g in flat)])
@@ -128,15 +128,16 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def join_overflows_(kept: Iterable[Tensor], summed: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Make gradients NaN on every rank if any rank's own gradient is not finite, so that all ranks skip the step.
+    """Make gradients NaN on every rank if some rank has a gradient in `kept` that is not finite.
 
-    kept: the parameters whose gradients each rank keeps for itself.
+    All ranks then skip the step.
+
+    kept: the parameters whose gradients are not summed: each rank has its own.
     summed: the parameters whose gradients are equal on all ranks. Their gradients become NaN too, because a rank may
         have no parameter of `kept`.
     """
     kept, summed = list(kept), list(summed)
-    # The gradients become NaN instead of setting a flag: every rank's check then finds the overflow by itself, with any
-    # scaler.
+    # Instead of a flag, the gradients are set to NaN. The check of every rank then finds the overflow, with any scaler.
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in kept if p.grad is not None]
     lost = torch.zeros(1, device=summed[0].device)
     for grad in grads:

@@ -22,16 +22,16 @@ __all__ = ["Updater"]
 class Updater:
     """Run a whole training step in one call. After an overflow, retry it with new data and a smaller scale.
 
-    This is NNabla's `DynamicLossScalingUpdater` with any scaler. `update` sets the gradients to zero, adds up those of
-    `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay, steps, and lets
-    the rule adjust.
+    This is NNabla's `DynamicLossScalingUpdater` with any scaler. `update` sets the gradients to zero, adds up the
+    gradients of `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay,
+    steps, and lets the rule adjust.
 
     Args:
         optimizer: the optimizer, whose parameters are trained.
-        loss_fn: takes what `data_feeder` returns, and returns a loss.
-        data_feeder: takes no arguments, and returns the data of the next loss.
+        loss_fn: a function from the data that `data_feeder` returns to a loss.
+        data_feeder: a function without arguments that returns the data of the next loss.
         scaler: any GradScaler.
-        accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
+        accumulate: the number of losses whose gradients are summed. For the mean, divide each loss by this number.
         weight_decay: the factor with which the weights are added to the gradients.
         process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
             parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
@@ -96,7 +96,7 @@ class Updater:
             if self.weight_decay is not None:
                 self._decay(self.weight_decay)
             self.scaler.step(self.optimizer)
-            # This comes before update(), which deletes the results of this step's checks.
+            # `overflowed` is called before update(), which deletes the results of this step's checks.
             skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
             self.scaler.update()
             if not skipped:

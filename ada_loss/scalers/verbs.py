@@ -32,7 +32,7 @@ TORCH_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class Scaler(Protocol):
-    """The calling GradScaler. Methods call one another through it, because a subclass may override them."""
+    """The calling GradScaler. Methods call one another through this object, because a subclass may override them."""
 
     max_gradient_norm: float | None
 
@@ -44,7 +44,7 @@ class Scaler(Protocol):
 
 
 class Scaling:
-    """Verbs of an enabled scaler, with its rule and the progress of each optimizer since the last update.
+    """Methods of an enabled scaler, with its rule and the progress of each optimizer since the last update.
 
     GradScaler documents the methods.
     """
@@ -74,7 +74,7 @@ class Scaling:
 
     @property
     def skips(self) -> bool:
-        """True if steps with an overflow are skipped; unlike `rule`, it copies nothing to the host."""
+        """Return True if steps with an overflow are skipped. Unlike `rule`, this copies nothing to the host."""
         return self._rule.skips
 
     def set_parameter(self, name: str, value: float) -> None:
@@ -145,8 +145,8 @@ class Scaling:
         progress = self._begin(optimizer, "step")
         if progress.stage is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() first.")
-        # A fused optimizer unscales in its own kernel. Clipping, and rules that need the largest gradient, need
-        # unscaled gradients before.
+        # A fused optimizer unscales in its own kernel. But clipping, and rules that need the largest gradient, need
+        # unscaled gradients before the optimizer's step.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         must_unscale = not fused or scaler.max_gradient_norm is not None or self._rule.needs_largest
         if progress.stage is Stage.READY and must_unscale:
@@ -185,15 +185,16 @@ class Scaling:
         if not self._rule.dynamic:
             return
         # The host does not know yet whether this step overflowed, and need not know: torch's kernel adjusts the scale
-        # on the device. The test is not isinstance, because apex's rule with hysteresis is a subclass, and the kernel
-        # does not count overflows for it.
+        # on the device. The test is not isinstance, because apex's rule with hysteresis is a subclass of torch's rule,
+        # and the kernel does not count its overflows.
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
             found_inf = total_of(flag for progress in seen for flag in progress.found_inf.values())
             assert found_inf is not None
             self._adjust_on_device(self._rule, found_inf)
             return
         ok = not any(progress.overflow() for progress in seen)
-        # The list is empty unless the rule needs the largest gradient: each copy to the host waits for the device.
+        # `progress.largest` is empty unless the rule needs the largest gradient, because each copy to the host waits
+        # for the device.
         largest = [float(t) for progress in seen for t in progress.largest] if ok else []
         self._adopt(self.rule.adjust(ok, max(largest, default=None)))
 
@@ -288,8 +289,8 @@ class Scaling:
     def _scale_on(self, device: torch.device) -> Tensor:
         scale = self.scales.get(device)
         if scale is None:
-            # A tensor, as in torch: it promotes a 0-d float16 loss, which would overflow if it were multiplied by a
-            # number.
+            # The scale is a float32 tensor, as in torch, so that a 0-d float16 loss is promoted to float32. Multiplied
+            # by a Python number, the loss would stay float16 and overflow.
             if self._adjusted is not None:
                 scale = self._adjusted[0].to(device, non_blocking=device.type != "cpu", copy=True)
             else:
@@ -301,7 +302,7 @@ class Scaling:
         inverse = self.inverses.get(device)
         if inverse is None:
             scale = self._scale_on(device)
-            # In float64, because some compilers divide float32 inexactly; mps has no float64.
+            # The inverse is computed in float64, because some compilers divide float32 inexactly; mps has no float64.
             exact = scale if device.type == "mps" else scale.double()
             inverse = self.inverses[device] = exact.reciprocal().float()
         return inverse
@@ -338,15 +339,15 @@ class Scaling:
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
-        # If the scale is unchanged, its tensors are kept: most steps do not change it, and would create the tensors of
-        # all devices again.
+        # If the scale is unchanged, its tensors stay cached. Most steps do not change the scale, and need not create
+        # the tensors of all devices again.
         if rule.scale != self._rule.scale or self._adjusted is not None:
             self.scales, self.inverses = {}, {}
         self._rule, self._adjusted = rule, None
 
 
 class PassThrough:
-    """Verbs of a disabled scaler: outputs and gradients stay unchanged, and every step is taken.
+    """Methods of a disabled scaler: outputs and gradients stay unchanged, and no step is skipped.
 
     `max_gradient_norm` still clips. Setting a parameter of the rule does nothing.
     """
@@ -416,7 +417,7 @@ class Progress:
             )
 
     def overflow(self) -> bool:
-        """True if a gradient was not finite; copies to the host."""
+        """Return True if a gradient was not finite; copies the flags to the host."""
         if self.known is None:
             self.require_checked()
             self.known = any(flag.item() != 0 for flag in self.found_inf.values())
@@ -434,7 +435,7 @@ def parameter_of(rule: LossRule, name: str) -> Any:
 
 
 def _changed(rule: LossRule, scale: float, **others: Any) -> LossRule:
-    """Copy a rule with other fields. Its scale may be 0 or inf, which a rule can reach but not start from."""
+    """Copy a rule with other values. The scale may be 0 or inf: a rule can reach these, but cannot start with them."""
     require("scale", scale, REACHED, "GradScaler")
     # replace() checks every field, and refuses a scale of 0 or inf; evolve() does not.
     return replace(rule, **others, scale=1.0).evolve(scale=float(scale))

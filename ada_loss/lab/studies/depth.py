@@ -18,8 +18,8 @@ from ada_loss.rules import LAYER_RULES, layer_rule, loss_rule
 __all__ = ["GAINS", "METHODS", "depth_trial", "layer_errors", "relu_network"]
 
 GAINS = (3.0, 1.2, 0.8, 0.5, 0.2)
-# A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from the rule's own
-# first scale. The other names are rules of AdaLossScaled; "approx_range 16/1024" has the bounds of the original
+# A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from the rule's
+# initial scale. The other names are rules of AdaLossScaled; "approx_range 16/1024" has the bounds of the original
 # implementation.
 METHODS = (
     *("none", 2.0**7, 2.0**15, "torch", "nnabla", "cerebras"),
@@ -66,8 +66,8 @@ def depth_trial(
         format, gain, method.
         underflow: the share of the non-zero gradients that became zero.
         overflow: the number of gradients that left the range.
-        error: the norm of the difference between the first layer's weight gradient and float32's, divided by the norm
-            of float32's.
+        error: the norm of the difference between the first layer's weight gradient and its float32 gradient, divided by
+            the norm of the float32 gradient.
         log2_scale: log2 of the scale of the loss, or of the first layer.
 
     formats, gains, methods: the formats, gains and methods to try; see METHODS.
@@ -101,10 +101,12 @@ def depth_trial(
 
 
 def layer_errors(network: nn.Module, x: Tensor, gradient: Tensor, fmt: str, scale: float | None = None) -> list[float]:
-    """Return the error of each layer's weight gradient in one backward pass: its norm over float32's norm.
+    """Return the relative error of each layer's weight gradient in one backward pass.
+
+    The relative error is the norm of the error, divided by the norm of the float32 gradient.
 
     network, x: the network, in plain float32, and its input.
-    gradient: the gradient of its output, from which the backward pass begins.
+    gradient: the gradient of the network's output, from which the backward pass begins.
     fmt: the format of the gradients of activations; nothing else is rounded.
     scale: the scale of the loss; None for a separate scale for each layer.
 
@@ -138,7 +140,7 @@ def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor,
         name, _, bounds = method.partition(" ")
         if name in LAYER_RULES:
             low, high = map(float, bounds.split("/")) if bounds else (None, None)
-            # With the original's bounds, the authors' limit on the factor applies too; the default leaves it out.
+            # A method with the original's bounds also has the authors' limit on the factor; by default there is none.
             rule = layer_rule(name, **({"bound": "worst_case"} if name == "approx_range" and bounds else {}))
             scaled = AdaLossScaled(model, rule=rule, scale_upper_bound=low, accum_upper_bound=high)
         else:
@@ -165,7 +167,7 @@ def _backward(model: nn.Sequential, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> float:
-    """Return the scale that a loss rule reaches on one batch."""
+    """Return the scale that a loss rule reaches in at most STEPS steps on one batch."""
     rule = loss_rule(system)
     for _ in range(STEPS):
         _backward(model, x, gradient * rule.scale)
@@ -174,7 +176,7 @@ def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> 
         try:
             # Some rules need the largest unscaled gradient, which is unknown after an overflow.
             rule = rule.adjust(ok, largest / rule.scale if ok else None)
-        # FloatingPointError: the rule's scale can fall no further.
+        # The rule raises FloatingPointError if its scale can fall no further.
         except FloatingPointError:
             break
     return rule.scale

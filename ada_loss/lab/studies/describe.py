@@ -89,7 +89,10 @@ def describe(name: str, fmt: FormatLike = "fp16") -> Description:
 
 
 def _call(name: str, function: Any) -> Any:
-    """Call a function with a seed if it takes one: a task's function does, and a model's usually takes no arguments."""
+    """Call a function, with the seed 0 if it has a required parameter.
+
+    The function of a task has this parameter; the function of a model usually has none.
+    """
     try:
         required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):

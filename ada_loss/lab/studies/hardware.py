@@ -34,7 +34,7 @@ class Preset:
         name, version: the name and the version of the preset; together they are its full name.
         hardware: the hardware in words.
         make: a function from a model, or None, to the policy. If its second argument is True, it returns the policy of
-            a step whose scales have settled: a scale that would follow from earlier steps follows from the tensor
+            a step whose scales have settled: scales that would depend on earlier steps are computed from the tensor
             itself.
         scaling: the loss scaling that the hardware needs, a system of `GradScaler`; None if it needs no loss scaling.
         lines: the effects that are modelled, each with its source.
@@ -103,7 +103,10 @@ def described(one: Preset) -> dict[str, Any]:
 
 
 def _hybrid(forward: str, gradient: str, scale: str) -> dict[str, Any]:
-    """Return operands in both formats with a float32 scale per tensor; overflows saturate, as they do in casts."""
+    """Return the operands of the three products, in a forward and a gradient format with a float32 scale per tensor.
+
+    Overflows saturate, as they do in casts.
+    """
     rule = Delayed() if scale == "delayed" else "amax"
     f, g = (
         Operand(BlockFormat(e, "tensor", "fp32", rule, nonfinite="saturate"), overflow="saturate")  # type: ignore[arg-type]
@@ -139,7 +142,7 @@ def _tpu(model: nn.Module | None, settled: bool) -> Policy:
 
 
 def _gaudi(model: nn.Module | None, settled: bool) -> Policy:
-    # A single step has no history. If scales have settled, they follow from the tensor itself.
+    # A single step has no history of amaxes, so settled scales are computed from the tensor itself.
     return fpsim.recipe("fp8_delayed", model, **_hybrid("e4m3", "e5m2", "current" if settled else "delayed"))
 
 

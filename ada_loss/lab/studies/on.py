@@ -31,8 +31,8 @@ __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 # The final loss of a training is the mean over its last fifth, because the loss of one step depends on the batch.
 LAST = 5
 FLOAT32 = 32  # bits
-# A relative error of a gradient. If float32 itself has a larger error, the error of a format says nothing about the
-# format.
+# A relative error of a gradient. If the float32 gradient has a larger error than this, the error in a format says
+# nothing about the format.
 NOISE = 0.01
 WIDTH = 110  # the number of letters in a printed line
 WORST = 3  # the number of sites that are printed
@@ -48,7 +48,7 @@ class OnRow:
     failure: the first lines of `fpsim.why` on one step; "" if it finds nothing.
     losses: the loss of one step, in float32 and with the preset.
     results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
-    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" if there is none.
+    breaks: the site where a result or a gradient becomes inf or vanishes entirely; "" if there is none.
     trained: the final loss of each seed; inf for a seed that diverged.
     float32: the final losses in float32.
     verdict: the verdict in words; "" if nothing was trained.
@@ -109,7 +109,7 @@ class On:
     rows: list[OnRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the rows as plain values, for JSON."""
         return {"rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
@@ -135,8 +135,8 @@ def on(
         hardware: names of presets, in a list or with commas between.
         make: a function that returns the model; it is called with a seed if it needs an argument.
         batch: a function that returns the input of the model: a tensor, a tuple of arguments, or a mapping of named
-            arguments; it is called with the number of a step if it needs an argument. If `loss` takes two arguments, it
-            returns a pair: input and target.
+            arguments; it is called with the number of a step if it needs an argument. If `loss` takes two arguments,
+            `batch` returns a pair: input and target.
         loss: a function from the model's output, or from output and target, to a scalar. None takes the output's
             `loss`, or an output that is a single number.
         steps, seeds, learning_rate: the numbers of steps and seeds, and the learning rate, of the trainings with AdamW.
@@ -238,7 +238,7 @@ class _Subject:
         losses: list[float] = []
         for step in range(steps):
             given = self.data(step)
-            # Dropout draws other numbers in each step, but the same as in float32.
+            # Dropout draws different numbers in each step, but the same numbers as in the float32 training.
             torch.manual_seed(steps * seed + step)
             total = self.total(model, given)
             losses.append(float(total.detach()))
@@ -283,8 +283,8 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     rows = fpsim.compare(model, step_of(model), None, policy)
     choices = _choices(subject, (model, quantised), given)
     roles = ("activation", "error")
-    # The gradient of an expert that gets other tokens may be entirely different, or zero, although nothing is lost. If
-    # choices differ, only inf counts as a break.
+    # If choices differ, experts get other tokens. An expert's gradient may then be entirely different, or zero, though
+    # nothing is lost. Only inf counts as a break then.
     if choices:
         is_inf = [row for row in rows if row["relative"] == math.inf and row["amax_a"] and row["role"] in roles]
         breaks = min(is_inf, key=lambda row: roles.index(row["role"]), default=None)
@@ -343,7 +343,7 @@ def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any)
 def _worst(
     rows: Sequence[Mapping[str, Any]], role: str, noise: Mapping[str, float] | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """Return a role's sites with the largest errors, largest first, without sites that are noise in float32 too.
+    """Return a role's sites with the largest errors, largest first. Sites that are noise in float32 are left out.
 
     The gradient of a bias before a normalisation, for example, is zero except for rounding.
     noise: the noise of parameters, as `_noise` returns it.
@@ -358,9 +358,10 @@ def _worst(
 
 
 def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
-    """Return the largest float32 error of each parameter's gradient against float64, relative to its largest element.
+    """Return the largest error of each parameter's float32 gradient, relative to the gradient's largest element.
 
-    It is empty for a model that runs only in float32, and for a model that draws other random numbers in float64.
+    The reference is the float64 gradient. The result is empty for a model that runs only in float32, and for a model
+    that draws other random numbers in float64.
     """
     losses, gradients = [], []
     for dtype in (torch.float32, torch.float64):
@@ -387,8 +388,11 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
 
 
 def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:
-    """Return bits per weight, and the bytes that products of modules with a weight read and write in a step."""
-    # Tensors with the sizes of a layer's x, w and y are moved three times: y = x w^T, dx = dy w, dw = dy^T x.
+    """Return the bits per weight, and the bytes that products move in a step: with the policy, and in float32.
+
+    Only products of modules with a weight count.
+    """
+    # Each of the three products, y = x w^T, dx = dy w and dw = dy^T x, moves tensors with the sizes of x, w and y.
     of_modules = policy.for_modules(model)
     sizes: list[tuple[str, int, int, int]] = []
 
@@ -435,7 +439,7 @@ def _bits_of(fmt: Any) -> float:
 
 
 def _operand_bits(operand: Any, wide: float) -> float:
-    """Return the bits per number of an operand; for a user's function, the bits of the role."""
+    """Return the bits per number of an operand; `wide` if it has no format, or is rounded by a user's function."""
     if not isinstance(operand, Operand) or operand.is_own or operand.fmt is None:
         return wide
     return _bits_of(operand.fmt)
@@ -486,7 +490,7 @@ def _in_words(found: Judgement, tolerance: float) -> str:
 
 
 def function_at(word: str, what: str) -> Callable[..., Any]:
-    """Return the function at "file.py:name" or "package.module:name". what: its purpose, for an error.
+    """Return the function at "file.py:name" or "package.module:name". what: its purpose, for the error message.
 
     Raises ValueError if it cannot be found.
     """
@@ -520,7 +524,7 @@ def _module_of(path: Path, what: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # The module is put into sys.modules before it runs: dataclasses look there for names in annotations, and pickle
-    # looks there for classes. Its folder comes first on the path, because it may import modules next to it.
+    # looks there for classes. The file's folder comes first on the path, because the file may import its neighbours.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(place.parent))
     try:

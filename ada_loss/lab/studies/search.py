@@ -101,7 +101,7 @@ class SearchResult:
 
     @property
     def update(self) -> Update | None:
-        """Return the states' format as `fpsim.quantize_optimizer` takes it; None if it was not searched."""
+        """Return the states' format as `fpsim.quantize_optimizer` takes it; None if states were not searched."""
         states = self.formats.get(STATES)
         return None if states is None else Update(**update_of(states))
 
@@ -180,12 +180,12 @@ def search(
     consists of cells of a sweep in `out`. A search that is run again after a crash takes the same steps, and finds the
     finished cells there.
 
-    With `modules` the search also decides which modules stay in float32. If they are names, it proposes any set of
-    them, and later moves modules back into the formats one at a time, as it takes away bits. If `modules` is a result
-    of `fpsim.sensitivity`, it first finds how many of the costliest modules have to stay in float32 with the widest
-    formats (0, 1, 2, 4 and so on). It proposes this number or fewer. Later it first moves back the module that costs
-    least, and tries another module only if the metric is not kept. In both cases the answer is a local minimum: each of
-    its modules in float32 was tried in the formats.
+    With `modules` the search also decides which modules stay in float32. If `modules` are names, the search proposes
+    any set of them. Later it moves modules back into the formats, one at a time, just as it takes away bits. If
+    `modules` is a result of `fpsim.sensitivity`, the search first finds how many of the costliest modules have to stay
+    in float32 with the widest formats (0, 1, 2, 4 and so on). It proposes this number or fewer. Later it first moves
+    back the module that costs least, and tries another module only if the metric is not kept. In both cases the answer
+    is a local minimum: each of its modules in float32 was tried in the formats.
 
     All tried policies are also stored as a study of Optuna in `out`: `optuna-dashboard sqlite:///runs/search/optuna.db`
     shows it.
@@ -330,9 +330,9 @@ def _task_of(task: str | MakeTask | None) -> Any:
 def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_once: int, seed: int) -> None:
     """Run the first stage: Optuna proposes `count` policies, several at once, and each is tried."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # The study is in memory, so that the sampler proposes the same policies again for a seed. With a stored study it
-    # would continue, and a resumed search would take other steps. With constant_liar, the proposals of one round
-    # differ.
+    # The study is in memory, so that a resumed search proposes the same policies again for a seed. With a stored study
+    # the sampler would continue after the stored policies, with other proposals. With constant_liar, the proposals of
+    # one round differ.
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))
     for first in range(0, count, at_once):
         asked = [study.ask() for _ in range(min(at_once, count - first))]
@@ -340,8 +340,8 @@ def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_on
         trials_done.phase = f"trials, {count - first} left at most"
         trials_done.evaluate(proposed)
         for trial, point in zip(asked, proposed):
-            # This is a constraint, not a penalty in the value: the sampler learns how far a policy is from keeping the
-            # metric.
+            # The tolerance is a constraint, not a penalty in the value. The constraint tells the sampler how far a
+            # policy is from keeping the metric.
             trial.set_constraint("tolerance", trials_done.violation(point))
             study.tell(trial, trials_done.space.size(point))
 
@@ -437,7 +437,7 @@ class _Trials:
         """Train new policies with the first seed, and with the other seeds unless the first already rejects them."""
         new = [point for point in dict.fromkeys(wanted) if point not in self.tried]
         self._train(new, self.seeds[:1])
-        # A rounding error of the difference must not reject a policy that is exactly at the border.
+        # A rounding error of the difference must not reject a policy whose metric is exactly at the limit.
         hopeful = [p for p in new if self.violation(p) <= (HOPELESS - 1) * self.tolerance + 1e-12]
         if len(self.seeds) > 1:
             self._train(hopeful, self.seeds)
@@ -445,7 +445,7 @@ class _Trials:
             self.stored.add(point, self.row(point))  # type: ignore[union-attr]
 
     def smallest(self) -> Point:
-        """Return the smallest tried policy that keeps the metric; if none does, the widest formats."""
+        """Return the smallest tried policy that keeps the metric; if no policy keeps it, the widest formats."""
         kept = [point for point in self.tried if self.keeps(point)] or [self.widest()]
         return min(kept, key=lambda point: (self.space.size(point), -self.sign * self.mean(point)))
 
@@ -475,7 +475,7 @@ class _Trials:
         return [of_seed.get(self.metric, math.nan) for of_seed in metrics]
 
     def descend(self, best: Point) -> Point:
-        """Run the second stage: take away one bit or one module at a time while some removal keeps the metric."""
+        """Run the second stage: remove one bit, or one module from float32, as long as a removal keeps the metric."""
         while True:
             self.phase = f"taking away, {self.space.most_trials(best)} trials left at most"
             for smaller in self.space.smaller(best):
@@ -501,11 +501,11 @@ def require_optuna() -> Any:
 
 
 class StoredStudy:
-    """A stored study with every policy that a search tried, and two values for each: its bits and its metric.
+    """A study of Optuna in a file: every policy that a search tried, with two values, its bits and its metric.
 
     A resumed search tries the same policies again, and writes the study again.
 
-    It holds a connection to its file until `close`.
+    The study keeps a connection to its file until `close`.
 
     folder: the folder of the search.
     metric, sign: the metric, and 1 if larger is better, -1 if smaller is better.
@@ -514,8 +514,8 @@ class StoredStudy:
     def __init__(self, folder: Path, space: Space, metric: str, sign: int) -> None:
         self._optuna, self.space, self.metric = require_optuna(), space, metric
         path = folder / FILE
-        # Otherwise SQLite would wait for the other end of a pipe next to the file, or apply a journal of the old file
-        # to the new file.
+        # The file and SQLite's files next to it are deleted first. Otherwise SQLite would wait for the other end of a
+        # pipe next to the file, or apply a journal of the old file to the new file.
         for suffix in ("", *BESIDE):
             path.with_name(FILE + suffix).unlink(missing_ok=True)
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
@@ -533,7 +533,7 @@ class StoredStudy:
         self._storage.engine.dispose()
 
     def add(self, point: Point, row: Mapping[str, Any]) -> None:
-        """Store a policy that was tried with all seeds; a policy without a number is stored as failed.
+        """Store a policy that was tried; a policy whose metric is NaN is stored as failed.
 
         row: a mapping with "bits", "accuracy", "deviation", "seeds" and "kept".
         """

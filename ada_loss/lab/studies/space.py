@@ -16,12 +16,14 @@ from fpsim.checks import is_whole, shown
 __all__ = ["STATES", "Point", "Space", "update_of"]
 
 FLOAT32_BITS = 32
-# This is not a role of a model: it means the states of its optimizer, each with one scale.
+# The word for the optimizer's states, which are searched like a role of the model. Each state has one scale.
 STATES = "states"
 
 
 def update_of(states: str) -> dict[str, Any]:
-    """Return the fields of a `fpsim.Update` of states in a format, at the largest scale with which nothing saturates.
+    """Return the fields of a `fpsim.Update` that stores states in a format, as `Space.formats` names it.
+
+    States in a format "per tensor" have the largest scale with which nothing saturates.
 
     >>> update_of("e4m3 per tensor"), update_of("e8m7")
     ({'states': 'e4m3 per tensor', 'scale': 'power_of_two'}, {'states': 'e8m7'})
@@ -120,7 +122,7 @@ class Space:
         return bits | {f"{name} in float32": int(name in point.wide) for name in self.modules}
 
     def spans(self, point: Point) -> dict[str, tuple[int, int]]:
-        """Return the least and the largest value of each of `numbers`."""
+        """Return the least and the largest value of each number that `numbers` returns."""
         spans = {"exponent": self.exponent_bits, "mantissa": self.mantissa_bits}
         return {name: tuple(spans.get(name.rpartition(" ")[2], (0, 1))) for name in self.numbers(point)}  # type: ignore[misc]
 
@@ -135,14 +137,14 @@ class Space:
         return {"format": policy or "fp32", "update": update_of(states)}
 
     def size(self, point: Point) -> float:
-        """Return the bits per number, summed over the roles; the mean over the modules if some may be in float32."""
+        """Return the bits per number, summed over the roles; the mean over the modules if some are in float32."""
         small, count = sum(1 + e + m for e, m in point.bits), len(point.wide)
         if not count:
             return small
         return small + (FLOAT32_BITS * len(self.roles) - small) * count / len(self.modules)
 
     def proposal(self, trial: Any, most: int) -> Point:
-        """Return a point that Optuna proposes. Of ranked modules, only the `most` costliest may be in float32."""
+        """Return a point that Optuna proposes. If modules are ranked, only the `most` costliest may be in float32."""
         bits = tuple(
             (
                 trial.suggest_int(f"{role} exponent", *self.exponent_bits),
@@ -164,9 +166,10 @@ class Space:
         return [Point(bits, tuple(self.modules[:k])) for k in dict.fromkeys([0, *doubled, count])]
 
     def smaller(self, point: Point) -> list[list[Point]]:
-        """Return points with one bit less, or one module less in float32; later lists are for when earlier ones fail.
+        """Return lists of points with one bit less, or one module less in float32, in the order in which to try them.
 
-        Together the lists contain every such point: if none of them keeps the metric, `point` is a local minimum.
+        A list is tried only if no point of the previous list keeps the metric. Together the lists contain every point
+        that is one step smaller: if none of these points keeps the metric, `point` is a local minimum.
         """
         reduced = []
         for i, (e, m) in enumerate(point.bits):

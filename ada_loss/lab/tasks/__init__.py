@@ -63,7 +63,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-# Settings stand at the end of a name, and only these words are settings, because a path may contain commas.
+# Settings follow at the end of a name. Only these words are settings, because a path may contain commas.
 SETTING = re.compile(r",\s*(depth|version|model|size)=([\w.-]+)$")
 HASH_DIGITS = 8
 CHUNK = 1 << 20  # the number of bytes that are read at once
@@ -110,7 +110,7 @@ def find_task(name: str) -> Callable[[int], Task]:
 
 
 def imported(kind: str, path: str) -> Any:
-    """Import the object at a path "module:name". kind: the object's description, for the error.
+    """Import the object at a path "module:name". kind: the object's description, for the error message.
 
     Raises ValueError for a path at which there is no object.
     """
@@ -128,7 +128,7 @@ def imported(kind: str, path: str) -> Any:
 
 
 def is_of_library(name: str) -> bool:
-    """True if a name belongs to a task of this library, with or without the user's own data.
+    """Return True if a name belongs to a task of this library, with or without the user's own data.
 
     >>> is_of_library("chars"), is_of_library("chars=book.txt"), is_of_library("mine:task")
     (True, True, False)
@@ -194,7 +194,7 @@ def _settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, s
 
 
 def is_of_own_data(name: str) -> bool:
-    """True if the name of a task contains a path.
+    """Return True if the name of a task contains a path.
 
     >>> is_of_own_data("chars=book.txt"), is_of_own_data("chars"), is_of_own_data("mine:task")
     (True, False, False)
@@ -218,7 +218,7 @@ def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]
         raise ValueError(f"The task {task} takes no data of your own. Got {shown(name)}. Use {task!r}.")
     if not path:
         raise ValueError(f"The task {shown(name)} has no path behind '='. Use '{task}=PATH', or {task!r}.")
-    # A sweep that is resumed with other data would mix results of both data in one table.
+    # A sweep that is resumed with other data would mix the results of two data sets in one table.
     if known and (digest := _digest(path)) != known:
         raise ValueError(
             f"What is in {shown(path)} has changed since the sweep began: its hash is {digest}, and that of the cells "
@@ -231,7 +231,7 @@ def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]
 
 
 def with_hash(name: str) -> str:
-    """Return a task's name with the hash of the user's own data, so that changed data result in other cells.
+    """Return a task's name with the hash of the user's own data. Changed data result in another name and other cells.
 
     Raises FileNotFoundError if the path does not exist.
     """
@@ -242,14 +242,14 @@ def with_hash(name: str) -> str:
 
 
 def _parts(rest: str) -> tuple[str, str]:
-    """Split text into a path and the hash that follows it, or ""."""
+    """Split text into a path and the hash after the path; the hash is "" if there is none."""
     path, sign, known = rest.rpartition("#")
     is_hash = sign and len(known) == HASH_DIGITS and not set(known) - set("0123456789abcdef")
     return (path, known) if is_hash else (rest, "")
 
 
 def _digest(path: str) -> str:
-    """Return the hash of a file, or of the files of a folder with their names."""
+    """Return the hash of a file, or of all files in a folder, including their names."""
     place = Path(path)
     if not place.exists():
         raise FileNotFoundError(f"There is no {shown(path)}. Give the path of an existing file or folder.")

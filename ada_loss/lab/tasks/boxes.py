@@ -23,7 +23,10 @@ LEVELS = 11  # the number of levels of recall in the metric of VOC 2007
 def anchors_on(
     grid: int, step: float, extents: Iterable[tuple[float, float]]
 ) -> list[tuple[float, float, float, float]]:
-    """Return anchors of a grid (centre, width, height): all extents in each cell, in the order of `predictions`."""
+    """Return the anchors of a grid as (centre x, centre y, width, height), in the order of `predictions`.
+
+    Each cell of the grid has one anchor for each of the extents.
+    """
     return [
         (step * (column + 0.5), step * (row + 0.5), width, height)
         for row in range(grid)
@@ -33,7 +36,10 @@ def anchors_on(
 
 
 def predictions(maps: Sequence[Tensor], classes: nn.ModuleList, boxes: nn.ModuleList, labels: int) -> Tensor:
-    """Return a detector's outputs, (batch, anchors, labels + 4), from two heads on each map, for classes and boxes."""
+    """Return a detector's outputs, (batch, anchors, labels + 4).
+
+    Each feature map has two heads, one for the classes and one for the boxes.
+    """
     logits, offsets = (
         [_by_anchor(head(x), numbers) for head, x in zip(heads, maps)]
         for heads, numbers in ((classes, labels), (boxes, 4))
@@ -79,7 +85,7 @@ class Anchors:
 
     boxes: (anchors, 4): centre, width and height in pixels, in the order of the network's outputs.
     classes: the number of classes, including the background, which is class 0.
-    most: the largest number of objects in one image; for missing objects classes are 0.
+    most: the largest number of objects in one image; the class of a missing object is 0.
     """
 
     def __init__(self, boxes: Tensor, classes: int, most: int) -> None:
@@ -110,7 +116,8 @@ class Anchors:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return cross entropy of classes plus smooth L1 of boxes, divided by the number of positive anchors (eq. 1).
 
-        Of an image's negative anchors only the worst count, three times as many as the image has positive anchors.
+        Among an image's negative anchors, only those with the largest cross entropy count: at most three for each
+        positive anchor of the image.
         """
         anchors = outputs.shape[1]
         targets = targets[:, : 5 * anchors].view(-1, anchors, 5)
@@ -192,8 +199,8 @@ def _area(recall: Tensor, precision: Tensor) -> float:
 
 
 def _at_levels(recall: Tensor, precision: Tensor) -> float:
-    """Return the mean precision at the levels of recall; it is 0 at levels that are not reached."""
-    # The levels are a little lower, because of rounding: 3 of 10 objects must reach the recall 0.3.
+    """Return the mean precision at the levels of recall; the precision is 0 at levels that are not reached."""
+    # Each level is lowered slightly, because recalls are rounded: 3 of 10 objects must reach the recall 0.3.
     steps = [level / (LEVELS - 1) - 1e-6 for level in range(LEVELS)]
     return (
         sum(float(precision[recall >= step].max()) if bool((recall >= step).any()) else 0.0 for step in steps) / LEVELS

@@ -86,7 +86,9 @@ class CamVid(Dataset[tuple[Tensor, Tensor]]):
 
 
 def camvid(seed: int, path: str | os.PathLike[str], metrics: dict[str, Callable[[Tensor, Tensor], float]]) -> Task:
-    """Return CamVid with SegNet-Basic in its paper's size: trained on train, tested on val, with weights by frequency.
+    """Return CamVid with SegNet-Basic in the size of its paper, trained on train and tested on val.
+
+    The loss weights the classes by their frequencies, as `_median_frequencies` returns them.
 
     seed: the seed of the weights, and of the order of the pictures.
     path: the folder, in the layout of SegNet's authors: train, trainannot, val and valannot; a picture and its labels
@@ -107,7 +109,7 @@ def _loss(weight: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _median_frequencies(files: list[Path]) -> Tensor:
-    """Return the classes' weights: median frequency / the class's frequency (Eigen and Fergus 2015); 0 if absent.
+    """Return each class's weight, median frequency / frequency of the class (Eigen and Fergus 2015); 0 if absent.
 
     A class's frequency is its share of the pixels in the pictures where it occurs.
     """

@@ -21,7 +21,7 @@ LEAST = 10  # the least number of sequences in a text
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer, Radford et al. 2019. It keeps the shape (batch, time, width)."""
+    """Causal attention and a feed-forward layer, Radford et al. 2019: (batch, time, width) -> the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """A GPT: indices of characters, (batch, time) int64 -> logits of the next ones, (batch, time, characters)."""
+    """A GPT: indices of characters, (batch, time) int64 -> logits of the next characters, (batch, time, characters)."""
 
     def __init__(self, characters: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()

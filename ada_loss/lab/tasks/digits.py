@@ -15,7 +15,7 @@ __all__ = ["deep_digits", "digits"]
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch normalisation, and a shortcut: He et al. 2016. It keeps the shape."""
+    """Two convolutions with batch normalisation, and a shortcut: He et al. 2016. The block keeps the shape."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ def digits(seed: int = 0) -> Task:
 
 @trained_with(optimizer="adam", learning_rate=1e-3, epochs=20, warmup=100)
 def deep_digits(seed: int = 0) -> Task:
-    """Classify the same images with a deep network without normalisation or shortcuts.
+    """Classify the images of `digits` with a deep network without normalisation or shortcuts.
 
-    The gradients of such a network shrink towards the input. It is trained with Adam, whose steps do not depend on the
-    size of a gradient, as long as the gradient is not zero.
+    The gradients of such a network shrink towards the input. The network is trained with Adam, whose steps do not
+    depend on the size of a gradient, as long as the gradient is not zero.
 
     >>> len([layer for layer in deep_digits().model if isinstance(layer, nn.Linear)])
     10

@@ -31,9 +31,9 @@ FASHION_TRAINED, FASHION_TESTED = 6000, 2000
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 # The side to which pictures of a folder are scaled, in pixels.
 FOLDER_SIDE = 32
-# The same side for a network of torchvision: it is the side of ImageNet's pictures.
+# The side to which pictures are scaled for a network of torchvision, as in its trainings on ImageNet.
 MODEL_SIDE = 224
-# The number of pictures in a batch, if they are read on demand.
+# The number of pictures in a batch, if pictures are read on demand.
 BATCH = 32
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in torchvision.transforms
 
@@ -204,14 +204,14 @@ def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: 
         raise ValueError(refuse(f"Unknown model={shown(model)}", known, word=model))
     train, test = (Pictures(part, side) for part in _split(files))
     network = seeded(seed, partial(models.get_model, model, weights=None, num_classes=len(files)))
-    # An incomplete batch is dropped; but if there are fewer pictures than a batch, one batch has all of them.
+    # An incomplete last batch is dropped. If there are fewer pictures than BATCH, one batch has all of them.
     batch, draw = min(BATCH, len(train)), torch.Generator().manual_seed(seed)
     shuffled = DataLoader(train, batch, shuffle=True, drop_last=True, generator=draw)
     return Task("pictures", network, shuffled, DataLoader(test, BATCH), F.cross_entropy, {"accuracy": accuracy})
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Pictures in files, read on demand: each item is (3, side, side), normalised, and the number of its class."""
+    """Pictures in files, read on demand: each item is a normalised picture, (3, side, side), and its class's number."""
 
     def __init__(self, files: list[tuple[Path, int]], side: int) -> None:
         self._files, self._side = files, side
@@ -231,7 +231,7 @@ def normalised(pixels: Tensor) -> Tensor:
 
 
 def _files_by_class(path: str) -> dict[str, list[Path]]:
-    """Return the pictures of each folder in a folder."""
+    """Return the paths of the pictures by class: each folder in the folder `path` is a class."""
     place = Path(path)
     if not path or not place.is_dir():
         raise FileNotFoundError(
@@ -278,7 +278,7 @@ def _pictures(files: Mapping[str, list[Path]], side: int) -> Split:
 
 
 def read_picture(file: Path, extents: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """Return a picture as (3, height, width) bytes. extents: width and height to scale to; None for its own size."""
+    """Return a picture as (3, height, width) bytes. extents: width and height to scale to; None keeps the size."""
     return _read(file, "RGB", extents).transpose(2, 0, 1).copy()
 
 

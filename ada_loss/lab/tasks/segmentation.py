@@ -17,12 +17,12 @@ __all__ = ["segmentation"]
 
 TRAINED, TESTED = 768, 256  # numbers of scenes
 CLASSES = len(SHAPES) + 1
-# The weight of the background's pixels: there are three or four of them for each pixel of a shape.
+# The weight of the background's pixels. For each pixel of a shape, there are three or four pixels of the background.
 BACKGROUND = 0.3
 
 
 class SmallSegNet(nn.Module):
-    """SegNet (Badrinarayanan et al. 2017), with three levels: the decoder unpools to the places of the maxima.
+    """SegNet (Badrinarayanan et al. 2017), with three levels: the decoder unpools to the positions of the maxima.
 
     (batch, 3, 32, 32) -> (batch, classes, 32, 32) logits.
     """
@@ -49,14 +49,14 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def balanced_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over the pixels, with a smaller weight for the background, as in SegNet's class balancing."""
+    """Return the mean cross entropy over the pixels. As in SegNet's class balancing, the background weighs less."""
     weight = torch.ones(CLASSES, device=outputs.device, dtype=outputs.dtype)
     weight[0] = BACKGROUND
     return F.cross_entropy(outputs, targets, weight)
 
 
 def mean_iou(outputs: Tensor, targets: Tensor) -> float:
-    """Return the mean intersection over union, over the classes that the predicted or the true pixels have.
+    """Return the mean intersection over union of the classes that occur among the predicted or the true pixels.
 
     A pixel with NaN outputs has no predicted class. Pixels with targets below 0 do not count.
     """
@@ -65,7 +65,7 @@ def mean_iou(outputs: Tensor, targets: Tensor) -> float:
     shares = []
     for k in range(outputs.shape[1]):
         union = int(((predicted == k) | (targets == k)).sum())
-        # A class that neither the prediction nor the target has would be 0 / 0, and is left out of the mean.
+        # A class that occurs in neither would be 0 / 0. The mean leaves it out.
         if union:
             shares.append(int(((predicted == k) & (targets == k)).sum()) / union)
     return sum(shares) / max(len(shares), 1)

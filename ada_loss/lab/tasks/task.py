@@ -31,9 +31,9 @@ class Task:
             repeatedly, such as a torch DataLoader, where each batch is two tensors.
         loss: a function from outputs and targets to a 0-d tensor.
         metrics: {name: a function of outputs and targets that returns a float}; tables show the first metric. The
-            batches of an iterable are concatenated before.
-        goal: "minimize" or "maximize" for the first metric, or {metric: "minimize" or "maximize"}. It is needed only if
-            the names of the metrics do not tell: "accuracy" and "bleu" should be large, "loss" and "mse" small.
+            outputs of all batches of an iterable are concatenated first.
+        goal: "minimize" or "maximize" for the first metric, or {metric: "minimize" or "maximize"}. A goal is needed
+            only if a metric's name does not tell: "accuracy" and "bleu" should be large, "loss" and "mse" small.
         augment: a function that changes the inputs of each training batch, and may draw torch's random numbers; None
             leaves the inputs unchanged.
         play: a function for a model that learns from its own samples. It takes the forward pass of the engine that
@@ -125,19 +125,19 @@ class Task:
 
 
 def types_of_pair(data: Any) -> str:
-    """Return, for an error, the types of an object's two parts, or its own type, if it is not two tensors."""
+    """Return types in words, for an error message: of both parts of a pair, or of an object that is not a pair."""
     is_two = isinstance(data, tuple | list) and len(data) == 2
     return " and ".join(type(part).__name__ for part in data) if is_two else type(data).__name__
 
 
 def is_pair(data: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
-    """True if data are two tensors."""
+    """Return True if data are two tensors."""
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Return the share of the samples whose largest output is the target's; NaN outputs are wrong."""
-    # argmax takes NaN as the largest output, which could be the target's.
+    # argmax counts NaN as the largest output, which could be the output of the target's class.
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
     return float(right.float().mean())
 
@@ -153,7 +153,7 @@ Make = TypeVar("Make", bound=Callable[..., Task])
 
 
 def trained_with(**options: Any) -> Callable[[Make], Make]:
-    """Give a task's function its own defaults for the options of `train`; a sweep's task_options override them."""
+    """Attach defaults of the options of `train` to a task's function; a sweep's task_options override the defaults."""
 
     def with_options(make_task: Make) -> Make:
         make_task.options = options  # type: ignore[attr-defined]

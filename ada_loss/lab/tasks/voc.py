@@ -33,8 +33,8 @@ BATCH = 8  # the number of pictures: the originals use two batch sizes, and this
 SCALE = 20.0
 
 # For each size: the grid, the step between centres, the aspect ratios, and the extents of the boxes of each feature
-# map, as in the authors' code. A map's second square box needs the extent of the next map; the last number is for the
-# last map.
+# map, as in the authors' code. A map's second square box also needs the extent of the next map, so EXTENTS has one
+# number more than there are maps.
 GRIDS = {300: (38, 19, 10, 5, 3, 1), 512: (64, 32, 16, 8, 4, 2, 1)}
 STEPS = {300: (8, 16, 32, 64, 100, 300), 512: (8, 16, 32, 64, 128, 256, 512)}
 RATIOS = {300: ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,)), 512: ((2,), (2, 3), (2, 3), (2, 3), (2, 3), (2,), (2,))}
@@ -146,7 +146,10 @@ class Voc(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Return the classes of a picture's objects (negative for difficult objects), and their corners in its new size."""
+    """Return the classes and the corners of a picture's objects; the classes of difficult objects are negative.
+
+    The picture is scaled to `size` x `size` pixels, and so are the corners.
+    """
     try:
         root = ElementTree.fromstring(file.read_bytes())
         width, height = (float(root.findtext(f"size/{name}", "")) for name in ("width", "height"))
@@ -169,7 +172,8 @@ def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
 def voc(seed: int, path: str | os.PathLike[str], size: int = 300) -> Task:
     """Return PASCAL VOC with SSD in the size of its paper, trained on trainval of every year, tested on test.
 
-    The weights are initially random, while the paper takes VGG-16 from ImageNet. Pictures are flipped, but not cropped.
+    The weights are initially random, while the paper starts with VGG-16 trained on ImageNet. Pictures are flipped, but
+    not cropped.
 
     seed: the seed of the weights, and of the order of the pictures.
     path: the folder "VOCdevkit", which contains VOC2007 and perhaps VOC2012; or the folder of one year.

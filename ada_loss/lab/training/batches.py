@@ -19,15 +19,15 @@ Pair = tuple[Tensor, Tensor]
 
 
 class TensorBatches:
-    """Batches of inputs and targets, in an order drawn from their own generator.
+    """Batches of inputs and targets, in random order.
 
     length: the number of batches of an epoch.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int) -> None:
         self.inputs, self.targets, self.size = inputs, targets, size
-        # A generator of its own, because the order of the batches must not depend on how much noise the rounding of a
-        # format draws.
+        # The batches have a separate generator, because their order must not depend on how many random numbers the
+        # stochastic rounding of a format draws.
         self.generator = torch.Generator().manual_seed(seed)
         self.length: int | None = -(-len(inputs) // size)
 
@@ -37,11 +37,11 @@ class TensorBatches:
         return {"inputs": self.inputs, "targets": self.targets}
 
     def order(self) -> Tensor:
-        """Return the state of the generator, from which the next epoch is drawn."""
+        """Return the state of the generator; the next epoch is drawn from this state."""
         return self.generator.get_state()
 
     def restore(self, order: Tensor) -> None:
-        """Return to the beginning of an epoch."""
+        """Set the generator to its state at the beginning of an epoch."""
         self.generator.set_state(order)
 
     def epoch(self, done: int) -> Iterator[Pair]:
@@ -51,7 +51,7 @@ class TensorBatches:
 
 
 class LoadedBatches:
-    """Batches of an iterable. The random numbers that it draws from torch follow the training's seed.
+    """Batches of an iterable. If the iterable draws random numbers from torch, the training's seed determines them.
 
     To resume an interrupted epoch, torch's generator and a DataLoader's own generators are set to their states at the
     beginning of the epoch, the iterable starts again, and the finished batches are skipped. Then the generators of
@@ -64,7 +64,7 @@ class LoadedBatches:
         self.loader, self.device, self.container = loader, device, container
         self._begun: Tensor | None = None
         self._generators = _generators_of(loader)
-        # The tensors are not read for the identity of a checkpoint, because reading them would draw an epoch.
+        # No tensors are part of the checkpoint's identity, because reading them would draw an epoch.
         self.tensors: dict[str, Tensor] = {}
         try:
             self.length: int | None = len(loader)  # type: ignore[arg-type]
@@ -72,12 +72,12 @@ class LoadedBatches:
             self.length = None
 
     def order(self) -> Tensor:
-        """Return the states of torch's generator and of the loader's own, from which the next epoch is drawn."""
+        """Return the states of torch's and the loader's generators; the next epoch is drawn from these states."""
         begun = torch.get_rng_state() if self._begun is None else self._begun
         return torch.cat([begun, *(generator.get_state() for generator in self._generators)])
 
     def restore(self, order: Tensor) -> None:
-        """Return to the beginning of an epoch."""
+        """Set the generators to their states at the beginning of an epoch; torch's is set when the epoch begins."""
         self._begun, *own = (state.clone() for state in order.split(len(torch.get_rng_state())))
         for generator, state in zip(self._generators, own, strict=True):
             generator.set_state(state)
@@ -103,12 +103,11 @@ class LoadedBatches:
 
 
 def _generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
-    """Return the generators that a DataLoader was given, which torch's seed does not reach."""
+    """Return the generators that the user gave a DataLoader; torch.manual_seed does not seed these generators."""
     if not isinstance(loader, DataLoader):
         return []
     sampler, batches = loader.sampler, loader.batch_sampler
-    # A DataLoader hands its generator to the sampler that it creates, but a sampler of the user may have another
-    # generator.
+    # If the DataLoader creates the sampler, both have the same generator. A user's sampler may have another generator.
     holders = (loader, sampler, batches, getattr(batches, "sampler", None))
     by_id = {id(own): own for holder in holders if (own := getattr(holder, "generator", None)) is not None}
     return [generator for generator in by_id.values() if isinstance(generator, torch.Generator)]
@@ -121,7 +120,7 @@ def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dt
     """Return the batches of a task's data, on a device.
 
     data: two tensors, or an iterable of batches.
-    size, seed: the size and the seed of batches of two tensors; an iterable has its own.
+    size, seed: the size and the seed of batches of two tensors; an iterable determines its own batches.
     """
     if is_pair(data):
         return TensorBatches(*placed(data, device, container), size, seed)
@@ -129,7 +128,10 @@ def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dt
 
 
 def placed(batch: Any, device: str, container: torch.dtype) -> Pair:
-    """Return inputs and targets on a device, floats in the container. Raises TypeError unless both are tensors."""
+    """Return inputs and targets on a device, floating-point tensors in the dtype `container`.
+
+    Raises TypeError unless both are tensors.
+    """
     if not is_pair(batch):
         raise TypeError(
             f"A batch is {types_of_pair(batch)}. Expected: two tensors, inputs and targets. For batches of "

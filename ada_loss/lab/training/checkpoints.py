@@ -47,10 +47,12 @@ class DelayedScaling:
 class Checkpoints:
     """The checkpoint file of one training: the state of its objects, and of torch's, NumPy's and Python's generators.
 
-    The file holds tensors, numbers and strings. torch's unpickler for these types reads it, so it cannot run code.
+    The file holds only tensors, numbers and strings. It is read by torch's unpickler for these types, so that a forged
+    file cannot run code.
 
     path: the file.
-    stateful: the objects with `state_dict` and `load_state_dict`, by name; their states hold only these types.
+    stateful: the objects with `state_dict` and `load_state_dict`, by name; their states hold only tensors, numbers
+        and strings.
     identity: the description of the training, in words and numbers. A file that has another identity or cannot be read
         is ignored with a warning.
     seconds: the time between two checkpoints.
@@ -68,13 +70,13 @@ class Checkpoints:
         is_own: bool = False,
     ) -> None:
         self.path, self.stateful, self.seconds = path, stateful, seconds
-        # A training must not compute its first and second half with releases whose numbers differ.
+        # The two parts of a resumed training must not be computed by releases whose results differ.
         self.identity = {**identity, "bits": fpsim.BITS}
         self.cuda_devices, self.is_own = cuda_devices, is_own
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Return True if the last checkpoint is `seconds` old."""
+        """Return True if the last checkpoint is at least `seconds` old."""
         return time.monotonic() - self._last >= self.seconds
 
     def save(self) -> None:
@@ -89,9 +91,9 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def load(self) -> bool:
-        """Restore the objects and the random numbers. Returns False if there is no usable file.
+        """Restore the objects and the generators' states. Returns False if there is no usable file.
 
-        Raises ValueError for an undamaged file of this training whose states do not fit, as after an edit by hand.
+        Raises ValueError for an undamaged file of this training whose states do not fit, such as an edited file.
         """
         if not self.path.exists():
             return False

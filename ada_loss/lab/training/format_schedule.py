@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class FormatSchedule:
-    """Formats of one training, one after the other. `as_schedule` makes a schedule from a user's words and checks it.
+    """Formats of one training, one after the other. `as_schedule` makes and checks a schedule from a user's notation.
 
     stages: the stages in order. The first starts at 0; the others start either all at steps or all at fractions.
 
@@ -77,7 +77,7 @@ class FormatSchedule:
         return tuple(starts)
 
     def before(self, start: Start) -> FormatSchedule:
-        """Return the schedule of the formats before a start.
+        """Return a schedule of the stages that begin before a start.
 
         >>> print(as_schedule({"schedule": {0: "fp16", 0.5: "e5m2", 0.8: "bf16"}}).before(0.8))
         fp16 then e5m2 from 0.5
@@ -88,7 +88,7 @@ class FormatSchedule:
 def step_of(start: Start, total: int) -> int:
     """Return the step of a start, in a training of `total` steps.
 
-    A start that is a fraction means the first step before which at least this share of all steps lies.
+    A fraction stands for the first step before which at least this share of all steps lies.
 
     >>> step_of(0.8, 15), step_of(0.5, 15), step_of(12, 15)
     (12, 8, 12)
@@ -180,12 +180,12 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
             f"The format {shown(first.fmt)} trains in real float16, and quantises no model. Use "
             f"torch.autocast(device, dtype=torch.float16) and ada_loss.GradScaler(layers=model) in a loop of your own."
         )
-    # The warning about a last layer in 4 bits is suppressed, because here the user trains to measure the cost of this.
+    # The warning about a last layer in 4 bits is suppressed, because this training measures what such a layer costs.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The gradient of .* is rounded to nearest", UserWarning)
         emulated = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)
-    # Each format is set once to raise its errors now: a later format must not fail after hours. The first format is set
-    # last, because the training begins with it.
+    # Every format is set once here, so that its errors are raised now and not after hours of training. The first format
+    # is set last, because the training begins with it.
     for stage in (*others, first) if others else ():
         fpsim.set_policy(emulated, stage.fmt, rounding=stage.rounding)
     return emulated

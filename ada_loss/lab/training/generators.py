@@ -17,7 +17,7 @@ __all__ = ["generator_states", "kept_generators", "restore_generators", "seed_ge
 
 @contextmanager
 def kept_generators(cuda_devices: Sequence[str] = ()) -> Iterator[None]:
-    """Restore the generators, including the one of fpsim's noise, at the end of the block.
+    """Restore the generators at the end of the block. Within the block, fpsim's noise follows torch's generator.
 
     cuda_devices: the devices whose generators are restored, in addition to the CPU's.
     """

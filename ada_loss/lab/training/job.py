@@ -34,8 +34,8 @@ __all__ = ["Job", "JobScaler", "require_storable", "run_job"]
 AnOptimizer = TypeVar("AnOptimizer", bound=Optimizer)
 RECORD_EVERY = 100
 MOST_STEPS = 2**53
-# The number of steps is not known, so the points of the history lie further and further apart: each comes after a
-# quarter more steps.
+# The number of steps is unknown, so the points of the history lie further and further apart: the step of each point is
+# 1.25 times the step of the previous point.
 FIRST_POINT, POINT_FACTOR = 10, 1.25
 GATHERED = ("scales", "skipped", "curves", "history", "layer_scales")
 
@@ -48,7 +48,7 @@ class JobScaler(GradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         returned = super().step(optimizer, *args, **kwargs)
-        # Several optimizers may step between two updates. The step counts as skipped if one of them skipped it.
+        # Several optimizers may step between two updates. The step counts as skipped if one optimizer skipped it.
         self._skipped = self._skipped or self.overflowed(optimizer)
         return returned
 
@@ -125,7 +125,7 @@ class Job:
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
         self._path, self.progress, self._told = checkpoint, progress, 0
         # The number of finished steps, as given to `checkpoint`, and the last step that was logged or scaled, counted
-        # from 0. A training function may leave out one of them.
+        # from 0. A training function may omit the calls that set one of the two.
         self._done, self._last = 0, 0
         self._before, self._since = 0.0, time.perf_counter()  # seconds of earlier attempts, and the start of this one
         self._recording: Recording | None = None
@@ -144,7 +144,7 @@ class Job:
         return str(self._schedule) if len(self._schedule.stages) > 1 else str(self.fmt or "fp32")
 
     def quantize(self, model: nn.Module, *, inplace: bool = False, record_every: int = RECORD_EVERY) -> Any:
-        """Return the model in the cell's format, on the cell's device, with a scale per layer if the method has them.
+        """Return the model in the cell's format, on the cell's device, with a scale per layer if the method has one.
 
         A job has only one model. The effect of rounding at each of the model's sites is recorded for the report.
 
@@ -171,7 +171,8 @@ class Job:
     def scaler(self, optimizer: Optimizer | None = None) -> GradScaler:
         """Return the loss scaler of the cell's method, with torch's methods: scale, unscale_, step, update.
 
-        With every method the scaler skips a step whose gradients are not finite. With adaptive scaling its scale is 1.
+        With every method the scaler skips a step whose gradients are not finite. With adaptive scaling the loss scale
+        is 1.
 
         optimizer: optional, for code with one scaler per optimizer; it is not stored.
         Raises ValueError before `quantize`, because layers' scales belong to a model.
@@ -255,7 +256,7 @@ class Job:
             self._told = done
 
     def _record_point(self) -> None:
-        """Add a point to the history, with the scales of the layers. A point of the same step is replaced."""
+        """Add a point to the history, with the scales of the layers. An earlier point of the same step is replaced."""
         if self._recording is None:
             return
         done = self._last + 1
@@ -271,7 +272,9 @@ class Job:
         return self._before + time.perf_counter() - self._since
 
     def checkpoint(self, step: int = 0, **stateful: Any) -> int:
-        """Restore the named objects on the first call; later calls, without names, save them. Returns the next step.
+        """Restore the named objects on the first call, and save them on later calls. Returns the next step.
+
+        Later calls have no names.
 
         start = job.checkpoint(model=model, optimizer=optimizer) restores both if the cell was interrupted, together
         with the scaler and all logged and recorded numbers. At the end of each step, job.checkpoint(step + 1) saves all
@@ -377,8 +380,11 @@ class Job:
         self._held.close()
 
     def drop_checkpoint(self) -> bool:
-        """Delete the checkpoint if the training resumed from it and finished no step since. Returns whether it did."""
-        # Otherwise the training would fail again at every retry, and never get past this step.
+        """Delete the checkpoint if the training resumed from it and has finished no step since.
+
+        Returns True if the checkpoint was deleted.
+        """
+        # With such a checkpoint every retry might fail at the same step.
         is_at_fault = self._resumed_at is not None and self._resumed_at == (self._done, self._last)
         if is_at_fault:
             self.over()
@@ -391,7 +397,7 @@ class Job:
 
 
 def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, str | None]:
-    """Call a training function. Returns the run and, if its loss rule stopped it, the rule's message.
+    """Call a training function. Returns the run and, if the loss rule stopped the training, the rule's message.
 
     The generators of torch, NumPy and Python are seeded with the job's seed, and restored afterwards.
     """
@@ -400,7 +406,8 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
     metrics: Mapping[str, Any] = {}
     with kept_generators(cuda), float32_in_full(job.device):
         seed_generators(job.seed)
-        # A loss rule that gives up raises this error. The cell has then diverged, which is a result and not a failure.
+        # A loss rule raises this error if its scale can fall no further. The cell has then diverged, which is a result
+        # and not a failure.
         try:
             metrics = train(job)
         except FloatingPointError as stopped:
@@ -413,7 +420,7 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
 
 
 def require_storable(name: str) -> None:
-    """Raise ValueError for a name of a metric or curve that UTF-8 cannot encode: it has half of a surrogate pair."""
+    """Raise ValueError for a metric's or curve's name that UTF-8 cannot encode, because of half a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError as error:

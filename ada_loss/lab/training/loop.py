@@ -67,9 +67,9 @@ def train(
     """Train a copy of the task's model in a format. All further arguments are those of `TrainOptions`.
 
     task: the model, its data, its loss and its metrics; the evaluation is computed in the format too.
-    fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
-        {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`. {"native":
-        "fp16"} is real float16, under torch.autocast, without emulation.
+    fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32. Several formats form a
+        schedule: {"schedule": {0: "fp16", 0.8: "bf16"}} computes the last fifth of the steps in bf16; see
+        `as_schedule`. {"native": "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: the rounding of every role; None for the policy's rounding, or nearest-even.
     update: how the optimizer stores weights and states, a fpsim.Update or its name ("bf16_sr"); None for float32.
     rollout: the format of the engine that draws the samples of a task with a `play`, such as `rl`, or {"format": ...,
@@ -174,7 +174,7 @@ class Training:
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
         self.total = options.steps or options.epochs * self._epoch_length("epochs")
-        # This is called for its error: a format without a step should stop the training now, not when its turn comes.
+        # The result is not used: the call raises an error now if a format of the schedule would have no step.
         self.schedule.steps(self.total)
         self.state = TrainingState(self.batches.order())
         self.lost = self._lost()
@@ -202,9 +202,9 @@ class Training:
         checkpoint_seconds: the time between two checkpoints.
         progress: a function that is called with 1 after every step, and before the first step with the number of steps
             in the checkpoint.
-        branches: files of the states at which formats begin, which are shared with trainings that are equal up to these
-            states. Without a checkpoint, the training starts from the latest file that exists. Missing files are
-            written.
+        branches: files of shared states, by the start of a format. A shared state is the state at which this format
+            begins; all trainings that are equal up to this state share the file. Without a checkpoint, the training
+            starts from the latest file that exists. Missing files are written.
         Raises Stopped if the loss rule stops the training.
         """
         self._open_checkpoints(checkpoint, checkpoint_seconds, branches)
@@ -216,8 +216,8 @@ class Training:
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
             own = [] if self.checkpoints is None else [self.checkpoints]
-            # The training's own checkpoint is further than any shared state, and later shared states are further than
-            # earlier ones.
+            # The latest state is loaded. The training's own checkpoint has more steps than any shared state, so it is
+            # tried first, and then the shared states from the last to the first.
             if any(kept.load() for kept in (*own, *reversed(self.branches.values()))):
                 self.progress(self.state.steps)
                 self.batches.restore(self.state.order)
@@ -262,11 +262,11 @@ class Training:
     def _run_epoch(self) -> None:
         """Run the rest of an epoch, at most to the last step."""
         state, every = self.state, self.options.evaluate_every
-        # The state is read before the epoch draws: a resumed epoch is drawn again from this state, and its finished
-        # batches are skipped.
+        # The generator's state is read before the epoch is drawn. A resumed epoch is drawn again from this state, and
+        # its finished batches are skipped.
         state.order = self.batches.order()
-        # The scaler of a native training passes tallies to the recording itself. Evaluations are outside of this block,
-        # and are not tallied.
+        # In a native training, the scaler itself passes tallies to the recording. Evaluations are outside of this
+        # block, and are not tallied.
         is_recorded = self.recording is not None and not self.is_native
         with fpsim.record(self.model, into=self.recording) if is_recorded else nullcontext():
             for x, y in islice(self.batches.epoch(state.batches), self.total - state.steps):
@@ -280,7 +280,7 @@ class Training:
             state.evaluations.append((state.steps, self._evaluate()))
 
     def _save(self) -> None:
-        """Write the checkpoint if it is due, and a shared state that no other training has written."""
+        """Write the checkpoint if it is due, and the shared state of this step unless its file exists."""
         branch = self.branches.get(self.state.steps)
         due = [self.checkpoints] if self.checkpoints is not None and self.checkpoints.is_due() else []
         due += [branch] if branch is not None and not branch.path.exists() else []
@@ -320,7 +320,7 @@ class Training:
             self.lost.step(done, lambda: self.scaler.step(self.optimizer))
         else:
             self.scaler.step(self.optimizer)
-        # This comes before update(), which deletes the results of this step's checks.
+        # `overflowed` is called before update(), which deletes the results of this step's checks.
         if self.scaler.overflowed(self.optimizer):
             state.skipped_steps.append(done)
         try:
@@ -382,7 +382,7 @@ class Training:
         if self.sampler is not None and not self.sampler.is_native:
             present["rollouts"] = DelayedScaling(self.sampler.model, self._enter_last)
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        # A task is code, so its name does not identify it. The bytes of its data and of its initial weights do.
+        # A task is code, so its name does not identify it. Its data and initial weights identify it instead.
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         identity["update"] = "" if self.update is None else str(self.update)
@@ -443,7 +443,7 @@ def backward(
     micro_batches: int,
     measured: dict[str, float] | None = None,
 ) -> float:
-    """Add the scaled gradients of a batch to the parameters, part by part. Returns the loss of the batch.
+    """Add the scaled gradients of a batch to the parameters' gradients, part by part. Returns the batch's loss.
 
     forward: the model, or its forward pass in real float16.
     x, y: the inputs and the targets of the batch.
@@ -468,15 +468,15 @@ def backward(
 def evaluate(
     task: Task, model: nn.Module, forward: Forward, data: Batches, seed: int, cuda_devices: Sequence[str]
 ) -> dict[str, float]:
-    """Compute the task's metrics on its test data, in the format of the model, which is left in training mode.
+    """Compute the task's metrics on its test data, in the model's format. The model is then in training mode again.
 
     forward: the model, or its forward pass in real float16.
     data: the test data; the outputs of an iterable's batches are concatenated.
     seed, cuda_devices: the seed and the CUDA devices of the evaluation's noise.
     """
     model.eval()
-    # The evaluation has noise of its own, so that a training draws the same bits whether or not it is evaluated in
-    # between.
+    # The evaluation seeds torch's generators, which are restored afterwards. A training therefore has the same bits
+    # with and without evaluations in between.
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
         torch.manual_seed(seed)
         if isinstance(data, TensorBatches):

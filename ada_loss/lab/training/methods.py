@@ -30,7 +30,7 @@ def scales_by_layer(method: str | float) -> bool:
 
 
 def fits_few_bits(method: str | float) -> bool:
-    """Return True if a method fits gradients to formats of few bits, where they are then rounded stochastically."""
+    """Return True if a method suits gradients in formats of few bits, which are then rounded stochastically."""
     return scales_by_layer(method) and layer_rule(_rule_of(str(method))).fits_few_bits
 
 
@@ -76,8 +76,8 @@ def make_scaling(
 
     method: one of
         "none": no scaling.
-        a number: that loss scale throughout.
-        a loss rule's name ("torch", "nnabla", ...): that system's dynamic loss scale, with its defaults.
+        a number: a constant loss scale.
+        a loss rule's name ("torch", "nnabla", ...): the dynamic loss scale of this system, with the system's defaults.
         "adaptive" or a layer rule's name ("approx_range", "exact", ...): a scale for each layer; with " normal"
         appended, a scale that keeps gradients above the smallest normal number.
     model: a quantised model.
@@ -109,7 +109,7 @@ def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
     """Return the loss scaler of a method for a model in real float16; scales of layers are in the scaler's `layers`.
 
     The methods are named as for `make_scaling`: "adaptive" keeps gradients above the smallest number, and "adaptive
-    normal" above the smallest normal number. The latter is the default of `ada_loss.GradScaler(layers=model)`.
+    normal" above the smallest normal number. "adaptive normal" is the default of `ada_loss.GradScaler(layers=model)`.
 
     model: a model that is not quantised.
     Raises ValueError for an unknown method, and for a method that needs the emulation.
@@ -125,5 +125,5 @@ def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
 
 
 def _constant(scale: float) -> LossRule:
-    """Return the rule of a constant scale. It skips overflows, as dynamic rules do."""
+    """Return the rule of a constant scale; it skips steps that overflow, as dynamic rules do."""
     return loss_rule("static", scale=number_of("scaling", scale), skip_overflow=True)

@@ -82,7 +82,7 @@ def canonical_native(fmt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def refused_with_native(given: str, reason: str, remedy: str) -> ValueError:
-    """Return the error of a combination that a native cell refuses."""
+    """Return the error for a setting that cannot be combined with a native format."""
     return ValueError(f"{given} was given with the format {EXAMPLE}. {reason} {remedy}.")
 
 
@@ -141,16 +141,16 @@ def in_float16(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
 
 
 class NativeScaler(GradScaler):
-    """A `GradScaler` that tallies the gradients which the products of its backward passes send on.
+    """A `GradScaler` that tallies the input gradients that products compute in the backward pass.
 
-    It does so with every method, so that native cells can be compared with each other and with emulated cells.
+    It tallies with every method, so that native cells can be compared with each other and with emulated cells.
     Recording changes no bit of a training.
     """
 
     _sent: _Sent | None = None
 
     def record(self, recording: Recording, model: nn.Module) -> None:
-        """From now on tally gradients under the role "error", in every n-th backward pass, as the recording says."""
+        """Start to tally gradients under the role "error", in the backward passes that the recording chooses."""
         self._sent = _Sent(recording, model)
         if self.layers is not None:
             self.layers.observer = self._sent  # type: ignore[assignment]  # it has all methods that are called
@@ -162,7 +162,7 @@ class NativeScaler(GradScaler):
         return scaled
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, as `GradScaler` does, but refuse a state that lacks the scales of layers."""
+        """Resume from a saved state, as `GradScaler` does, but raise ValueError if the scales of layers are missing."""
         # `GradScaler` would warn and choose the scales again. The resumed cell would then not have the bits of an
         # uninterrupted cell.
         if self.layers is not None and "layers" not in state_dict:
@@ -174,9 +174,9 @@ class NativeScaler(GradScaler):
 
 
 class _Sent:
-    """Tally the gradients that products send on, before and after rounding to float16, by the site of the sender.
+    """Tally the input gradients of products, before and after rounding to float16, by the site of the product.
 
-    If layers have scales, this object is their observer, in the place of a `Recorder`.
+    If layers have scales, this object is the observer of their scaling, instead of a `Recorder`.
     """
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
@@ -187,15 +187,15 @@ class _Sent:
 
     def wants(self, step: int) -> bool:
         """Return True if the next backward pass is tallied."""
-        # The recording counts, because its state is in the checkpoint.
+        # The recording counts the backward passes, because a checkpoint stores the recording's state.
         return self.recording.wants("", "native pass")
 
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
-        """Tally a gradient, given in its true size with log2 of the scale at which the hardware rounds it."""
-        # The gradient is scaled, as the float16 hardware sees it, in a float64 container, whose exponents suffice for
-        # every scale.
+        """Tally an unscaled gradient. log2_scale: log2 of the scale with which the hardware rounds the gradient."""
+        # The gradient is tallied with its scale, because the hardware rounds the scaled gradient. The container is
+        # float64, whose exponents suffice for every scale.
         self._tally(site, to_float64(gradient, log2_scale))
 
     def watch(self, loss: Tensor) -> None:

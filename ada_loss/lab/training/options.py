@@ -103,7 +103,7 @@ def is_allowed(name: str, value: object) -> bool:
 
 
 def possible(name: str) -> str:
-    """Return the possible values of such an option, for an error.
+    """Return the possible values of an option with choices or a least value, for an error message.
 
     >>> possible("epochs"), possible("momentum"), possible("optimizer")
     ('an integer, 1 or more', 'a finite number, 0 or more', 'sgd, adam, adamw')
@@ -116,7 +116,7 @@ def possible(name: str) -> str:
 
 
 def hint(name: str, value: object) -> str:
-    """Return a hint at the value that was probably meant, for an error; "" if there is no such value.
+    """Return a hint at the value that was probably meant, for an error message; "" if there is no such value.
 
     >>> hint("optimizer", "sdg")
     " Did you mean 'sgd'?"

@@ -40,7 +40,7 @@ class Rollout:
 def as_rollout(given: Any) -> Rollout:
     """Return the rollout that a user wrote as a format, or as a mapping with "format", "weights" or both.
 
-    The format is not checked here. Raises ValueError for unknown weights, and for a mapping that has other names too.
+    The format is not checked here. Raises ValueError for unknown weights, and for a mapping that also has other keys.
 
     >>> as_rollout("e4m3fn").weights, as_rollout({"weights": "token"}).fmt is None
     ('none', True)
@@ -66,10 +66,10 @@ def as_rollout(given: Any) -> Rollout:
 
 
 class Sampler:
-    """Draw samples with a copy of the model in its own format, which gets the trainer's weights before each draw.
+    """Draw samples with a copy of the model in the rollouts' format; before each draw it gets the trainer's weights.
 
     task: a task with a `play`.
-    schedule: the trainer's formats, for rollouts without their own.
+    schedule: the trainer's formats, for rollouts without a format.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Sampler:
 
 
 def weighted(task: Task, weights: str) -> Task:
-    """Return the task with these importance weights in its loss."""
+    """Return the task with the named importance weights in its loss."""
     if weights == Rollout.weights:
         return task
-    # The loss may be the user's own, and need not take importance weights: its signature says whether it does.
+    # A user's loss need not take importance weights. The signature of a loss tells whether it takes them.
     if WEIGHTS_KEY not in inspect.signature(task.loss).parameters:
         raise ValueError(
             f"The loss of the task {task.name!r} takes no weights, and {weights!r} were given. Expected: a loss of "

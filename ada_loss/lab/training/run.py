@@ -83,7 +83,7 @@ class Run:
 
 
 class Stopped(FloatingPointError):
-    """Raised if the loss rule stops the training, because its scale cannot fall further.
+    """Raised if the loss rule stops the training, because the loss scale cannot fall further.
 
     run: the training up to this step.
     """

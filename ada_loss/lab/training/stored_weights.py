@@ -14,8 +14,8 @@ from fpsim.scaling import UpdateCounts
 
 __all__ = ["RECORD_UPDATES_EVERY", "RoundedWeights", "every_of", "steps_together", "stored"]
 
-# Recording a step takes about as long as a step of a small model. At most every tenth step is recorded, and about 100
-# in all.
+# To record a step takes about as long as a step of a small model. At most every tenth step is recorded, and about 100
+# steps in all.
 RECORD_UPDATES_EVERY = 10
 MOST_RECORDED = 100
 
@@ -37,7 +37,7 @@ def every_of(total: int) -> int:
 
 
 def steps_together(records: Sequence[LostUpdates]) -> list[dict[str, Any]]:
-    """Merge the rows of several optimizers: for each step the shares of all weights recorded in it."""
+    """Merge the rows of several optimizers: the row of a step has the shares over all weights recorded in this step."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         for row in record.steps():

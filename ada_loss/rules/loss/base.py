@@ -39,7 +39,7 @@ FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT
 
 
 def state(default: Any, possible: Possible) -> Any:
-    """Declare a field that steps change: keyword-only, to resume from the state of another run.
+    """Declare a field that steps change. It is keyword-only, and is given to resume from the state of another run.
 
     default: the value before the first step, or None if the parameters determine it (see `_initial_state`).
     possible: the values that it may have.
@@ -65,7 +65,7 @@ class LossRule:
 
     @property
     def skips(self) -> bool:
-        """True if a step is skipped when a gradient is not finite."""
+        """Return True if a step is skipped when a gradient is not finite."""
         return True
 
     def adjust(self, ok: bool, largest: float | None = None) -> Self:
@@ -96,7 +96,7 @@ class LossRule:
                     f"{names} of the rule {self.system!r} are {floor!r} and {ceiling!r}. "
                     f"The floor may be at most the ceiling. Lower it, or exchange the two."
                 )
-        # This comes after the checks, because the initial state follows from the parameters.
+        # The initial state is set after the checks, because it follows from the parameters.
         for name, first in self._initial_state().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, first)
@@ -110,7 +110,7 @@ class LossRule:
         object.__setattr__(self, "scale", scale)
 
     def evolve(self, **changes: Any) -> Self:
-        """Copy this rule with another state, unchecked: a scale may become 0 or inf, but must not start with these."""
+        """Copy this rule with another state, without checks: a scale may become 0 or inf, but not start with these."""
         # This takes less than 1 us in each step. dataclasses.replace would repeat all checks and take 8 us.
         after = object.__new__(type(self))
         after.__dict__.update(self.__dict__, **changes)

@@ -55,15 +55,15 @@ class CountingRule(LossRule):
         return self.evolve(scale=self._backed_off(), good=0)
 
     def _due(self) -> bool:
-        """True if the scale grows after a good step."""
+        """Return True if the scale grows after a good step."""
         raise NotImplementedError
 
     def _grown(self) -> float:
-        """The scale after growth."""
+        """Return the scale after growth."""
         raise NotImplementedError
 
     def _backed_off(self) -> float:
-        """The scale after an overflow."""
+        """Return the scale after an overflow."""
         raise NotImplementedError
 
 
@@ -104,8 +104,8 @@ class Torch(CountingRule):
 class Nnabla(CountingRule):
     """NNabla `DynamicLossScalingUpdater`: grows after N + 2 good steps, and then after every N + 1 good steps.
 
-    The count is tested before the step is counted, and the step at which the scale grows is counted. The scale has no
-    bounds.
+    The rule tests the count before it counts a step, and the step at which the scale grows counts towards the next
+    growth. The scale has no bounds.
 
     scale: the initial scale.
     scaling_factor: the factor by which the scale grows and shrinks.
@@ -345,11 +345,11 @@ class HystereticRule(CountingRule):
         return self.evolve(good=0, spare=self.spare - 1) if self.spare else super()._overflow()
 
     def _reserve(self) -> int:
-        """The value to which `spare` is restored."""
+        """Return the value to which `spare` is restored."""
         raise NotImplementedError
 
     def _refills(self) -> bool:
-        """True if a good step restores `spare`."""
+        """Return True if a good step restores `spare`."""
         return self._due()
 
 
@@ -364,7 +364,7 @@ class ApexHysteresis(HystereticRule, Torch):
 
     system: ClassVar[str] = "apex_hysteresis"
 
-    # A growth interval of 1 is allowed, unlike in torch, because apex's own tests use it.
+    # A growth factor of 1 is allowed, unlike in torch, because apex's own tests use it.
     growth_factor: float = param(2.0, AT_LEAST_ONE)
     hysteresis: int = param(1, STEPS)
 
@@ -417,7 +417,7 @@ class Megatron(HystereticRule):
 class DeepSpeed(HystereticRule):
     """DeepSpeed `DynamicLossScaler`: grows at a good step that follows a multiple of scale_window good steps.
 
-    scale_window: this number of good steps; the count continues after a growth.
+    scale_window: the number of good steps between two growths; the count of good steps continues after a growth.
     min_scale: the smallest scale.
     delayed_shift: the number of the first overflow at which the scale backs off, counted since the last growth.
     consecutive_hysteresis: whether overflows are counted since the last good step instead.
@@ -449,8 +449,8 @@ class DeepSpeed(HystereticRule):
         return self.scale * self.scale_factor
 
     def _backed_off(self) -> float:
-        # As in DeepSpeed, it is an error only if the scale was at the floor before the overflow; backing off to the
-        # floor is no error.
+        # As in DeepSpeed, an overflow is an error only if the scale was already at the floor. To back off to the floor
+        # is no error.
         if self.scale == self.min_scale and self.raise_error_at_min_scale:
             raise stopped(self.system, self.scale, "min_scale", self.min_scale)
         return max(self.scale / self.scale_factor, self.min_scale)

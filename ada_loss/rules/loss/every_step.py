@@ -19,7 +19,7 @@ __all__ = ["Chainer", "LogMax"]
 class Chainer(LossRule):
     """Chainer's dynamic scale: every step doubles it until the first overflow; after that, `interval` steps double it.
 
-    An overflow halves the scale. It stays between 1 and `loss_scale_max`. Zhao et al. 2020 use interval=10.
+    An overflow halves the scale. The scale stays between 1 and `loss_scale_max`. Zhao et al. 2020 use interval=10.
 
     interval: the number of good steps that together double the scale, each by the same factor.
     loss_scale_max: the largest scale.

@@ -29,7 +29,7 @@ class Fairseq(CountingRule):
 
     scale_window: good steps in a row before the scale grows.
     tolerance: the share of overflows at which the scale backs off; 0 to back off at every overflow.
-    threshold: the scale does not back off below it.
+    threshold: the smallest scale to which the rule backs off; None for no limit.
     min_loss_scale: the training stops if an overflow leaves the scale at this value or below.
 
     >>> from ada_loss import trajectory
@@ -118,9 +118,10 @@ class Metaseq(Fairseq):
 
 @dataclass(frozen=True)
 class _CerebrasRule(LossRule):
-    """Halve when the share of overflows since the last change exceeds `overflow_tolerance`; double when `_due`.
+    """Halve the scale if the share of overflows exceeds `overflow_tolerance`; double the scale if `_due` returns True.
 
-    Overflows within the tolerance count as steps towards growth.
+    The share is counted since the last change of the scale. Overflows within the tolerance count as steps towards
+    growth.
     """
 
     single: ClassVar[bool] = True
@@ -159,7 +160,7 @@ class _CerebrasRule(LossRule):
         return self.evolve(scale=scale, steps=steps, overflows=overflows)
 
     def _due(self, steps: int) -> bool:
-        """True if the scale doubles this many steps after its last change."""
+        """Return True if the scale doubles this many steps after its last change."""
         raise NotImplementedError
 
 

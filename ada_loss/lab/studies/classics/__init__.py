@@ -18,16 +18,16 @@ def reproduce_classic(name: str, **options: Any) -> Reproduction:
 
     Args:
         name: a key of CLASSICS.
-        options: those of `frame.reproduce`: seeds, device, out, quick, progress.
+        options: the options of `frame.reproduce`: seeds, device, out, quick, progress.
 
     Raises:
-        ValueError: for an unknown name, and for options that cannot be.
+        ValueError: for an unknown name, and for invalid options.
 
     >>> reproduce_classic("swampin")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: Unknown classic 'swampin'. Did you mean 'swamping'? Known: swamping, bf16-updates, ...
     """
-    # Imported late: it loads torch, which a list of the names does not need.
+    # These imports are inside the function, because they load torch, which is not needed to list the names.
     from fpsim.checks import did_you_mean, shown
 
     if name not in CLASSICS:

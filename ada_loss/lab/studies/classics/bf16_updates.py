@@ -27,11 +27,11 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One training of the small GPT with AdamW; only the stored weights are rounded."""
+    """Return the rows of one training of the small GPT with AdamW. Only the stored weights are rounded."""
     fit, steps, rows = ByHand(chars(seed), device), setting["steps"], list[Row]()
     optimizer = torch.optim.AdamW(fit.model.parameters(), lr=setting["rate"], weight_decay=0.01)
     quantized = fpsim.quantize_optimizer(optimizer, UPDATES[setting["update"]], fit.model, seed=seed)
-    # A warm-up, then half a cosine down to a tenth of the rate.
+    # The rate has a warm-up, and then follows half a cosine down to a tenth of its peak.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / WARM, 1) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * i / steps)) / 2)
     )
@@ -48,7 +48,10 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
 
 
 def holds(rows: Rows) -> bool:
-    """At the small rate nearest is 0.05 bits or more behind float32, the repairs less than a third of that."""
+    """Return True if, at the small rate, rounding to nearest is more than 0.05 bits behind float32.
+
+    Each of the two repairs must be less than a third of that behind float32.
+    """
     behind = rows.against("update", "value", "float32", what="bits", rate=SMALL)
     (nearest,), *repairs = (behind[name] for name in ("nearest", "stochastic", "Kahan"))
     return nearest > 0.05 and all(bits < nearest / 3 for (bits,) in repairs)
@@ -73,7 +76,7 @@ def draw(rows: Rows) -> Picture:
     for rate, axes, legend in zip(rates, losses, ("best", None), strict=False):
         lines(axes, rows.of(rate=rate, what="loss"), "update", "step", "value", last=10)
         label(axes, "step", "loss in bits, mean of 10 steps", f"AdamW at {rate:g}", legend)
-    # The second colour first, as in the panels of the loss: float32 loses no updates and has no line.
+    # The first line has the second colour, as in the panels of the loss: float32 loses no updates and has no line.
     lines(lost, rows.of(rate=SMALL, what="lost"), "update", "step", "value", factor=100, first=1)
     label(lost, "step", "updates lost in %", f"updates that change nothing, {SMALL:g}", ylim=(-2, 102))
     return picture

@@ -1,4 +1,4 @@
-"""A scale for each layer in deep networks, compared with single ones, Zhao et al. 2020."""
+"""A scale for each layer in deep networks, compared with a single scale, Zhao et al. 2020."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences,
 from ada_loss.lab.studies.depth import layer_errors, relu_network
 from ada_loss.lab.tasks import deep_digits
 
-# Format and gain of a layer: through 24 layers a gradient's norm shrinks by (gain / 2)^12, 2^24 at 0.5 and 2^52 at 0.1.
-# The range of e5m2, 2^32 with its subnormals, holds the first; 2^18 of e4m3fn and 2^40 of fp16 do not hold the others.
+# The gain of a layer, by format. Through 24 layers a gradient's norm shrinks by the factor (gain / 2)^12: 2^-24 at the
+# gain 0.5, and 2^-52 at the gain 0.1. The range of e5m2 with its subnormals, 2^32, holds such gradients. The ranges of
+# e4m3fn, 2^18, and of fp16, 2^40, do not.
 CASES = {"e5m2": 0.5, "e4m3fn": 0.5, "fp16": 0.1}
 JUDGED, TRAINED, PER_LAYER = ("e4m3fn", "fp16"), "e4m3fn", "per layer"
 WIDTH, SMALLEST = 128, 2.0**-10  # the gradient that comes in is as small as those of a mean loss
@@ -27,7 +28,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """The error of the worst layer's weight gradient in one backward pass, or the accuracy of one training."""
+    """Return the error of the worst layer's weight gradient in one backward pass, or the accuracy of one training."""
     fmt, scale, ways = setting["format"], setting["scale"], {PER_LAYER: "adaptive", "float32": "none"}
     if setting["what"] == "accuracy":
         policy = None if scale == "float32" else fpsim.Policy(error=fmt, weight_grad=fmt)
@@ -36,12 +37,15 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     network = relu_network(setting["gain"], width=WIDTH, seed=seed).to(device)
     x, gradient = (torch.randn(64, WIDTH).to(device) * size for size in (1.0, SMALLEST))
     errors = torch.tensor(layer_errors(network, x, gradient, fmt, None if scale == PER_LAYER else 2.0**scale))
-    # An overflow counts as a larger error than the loss of everything, which is 1.
+    # An overflow counts as the error 10. A gradient that is lost entirely has the error 1.
     return [{"value": errors.nan_to_num(10.0, 10.0).max().item()}]
 
 
 def holds(rows: Rows) -> bool:
-    """Every single scale loses a layer, one for each keeps all, and trains as well as the best single to 3 points."""
+    """Return True if every single scale loses some layer, and a scale per layer loses none.
+
+    The scale per layer must also train as well as the best single scale, up to 3 points of accuracy.
+    """
     errors = [rows.apart("scale", "value", what="gradient", format=fmt) for fmt in JUDGED]
     single, reached = rows.apart("scale", "value", what="accuracy")
     is_kept = all(min(one.values()) >= LOST and words[PER_LAYER] <= KEPT for one, words in errors)

@@ -12,11 +12,13 @@ from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences,
 from ada_loss.lab.tasks import mnist5k
 
 WORD, FRACTIONS = 16, (8, 10, 12)  # bits
-# Fractions whose range holds all numbers of the training, and the one with which gradients are rounded apart.
+# The numbers of fraction bits that are judged, because their range holds all numbers of the training; and the number of
+# fraction bits with which gradients also get another rounding than everything else.
 JUDGED, APART = (8, 10), 10
 ALIKE = 4.0  # points within which two shares of wrong answers count as alike
 NEAREST, RANDOM = "nearest_even", "stochastic"
-# How everything else and how the gradients of activations are rounded: alike, or one against the other.
+# Pairs of roundings: the second one is for the gradients of activations, and the first one for everything else. In
+# ALIKE_ROUNDED both are equal.
 ALIKE_ROUNDED = {"to nearest": (NEAREST, NEAREST), "stochastic": (RANDOM, RANDOM)}
 ROUNDINGS = {**ALIKE_ROUNDED, "gradients to nearest": (RANDOM, NEAREST), "gradients stochastic": (NEAREST, RANDOM)}
 
@@ -28,7 +30,10 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One training: SGD at 0.1, batches of 100; weights, activations, gradients and updates in the format."""
+    """Return the share of wrong answers after each epoch of one training, with SGD at 0.1 and batches of 100.
+
+    Weights, activations, gradients and updates are in the format.
+    """
     model, update, wrong = perceptron(784, 200, 200, 10).to(device), fpsim.Update(), list[float]()
     if setting["rounding"] != "float32":
         fmt, (rest, error) = fpsim.FixedPoint(WORD, setting["fraction"]), ROUNDINGS[setting["rounding"]]
@@ -44,7 +49,10 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
 
 
 def holds(rows: Rows) -> bool:
-    """To nearest half of the answers or more are wrong; stochastically less than 4 points more than in float32."""
+    """Return True if, with rounding to nearest, more than half of the answers are wrong.
+
+    With stochastic rounding, less than 4 points more of the answers must be wrong than in float32.
+    """
     wrong = {(row["fraction"], row["rounding"]): row["wrong"] for row in rows.of(epoch=rows[-1]["epoch"])}
     tried = [(wrong[k, "to nearest"], wrong[k, "stochastic"]) for k in JUDGED if (k, "stochastic") in wrong]
     return all(nearest > 50 and random < wrong[0, "float32"] + ALIKE for nearest, random in tried)

@@ -1,4 +1,4 @@
-"""Frame of all classics: measurements by setting and seed, resumed where they were killed, and the three files."""
+"""Frame of all classics: measurements by setting and seed, resumed after an interruption, and three output files."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from fpsim.checks import is_whole, shown
 __all__ = ["ByHand", "Classic", "Reproduction", "Setting", "perceptron", "reproduce", "trained"]
 
 Setting = Row
-# With 5 seeds all show an effect of one direction in 1 of 32 cases by chance.
+# By chance, all of 5 seeds show an effect in the expected direction in 1 of 32 cases.
 SEEDS, QUICK_SEEDS = 5, 2
 MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
 class Classic:
-    """A published effect, and how it is measured, judged, told and drawn.
+    """A published effect, with the functions that measure, judge, describe and draw it.
 
-    settings: whether it is the quick run -> the settings, each of names and words or numbers.
-    measure: a setting, a seed and a device -> rows of numbers. The generators begin with the seed.
-    holds: the rows of one seed -> whether they show the effect, in direction and size.
-    says: all rows -> sentences with the numbers to see; their lines end anywhere.
-    draw: all rows -> a matplotlib figure.
+    settings: a function from whether the run is quick to the settings: mappings from names to words or numbers.
+    measure: a function from a setting, a seed and a device to rows of numbers; the generators are seeded before.
+    holds: a function from the rows of one seed to whether the rows show the effect, in direction and size.
+    says: a function from all rows to sentences with the measured numbers; line breaks in a sentence do not matter.
+    draw: a function from all rows to a matplotlib figure.
     """
 
     settings: Callable[[bool], Sequence[Setting]]
@@ -53,7 +53,7 @@ class Classic:
     draw: Callable[[Rows], Any]
 
     def verdict(self, rows: Rows) -> str:
-        """In how many seeds the effect is there, in words: in all of them, in none, or one cannot tell."""
+        """Return in words whether the effect is there: in all seeds, in none, or in some, so that one cannot tell."""
         seeds = rows.distinct("seed")
         count = sum(self.holds(rows.of(seed=seed)) for seed in seeds)
         if count == len(seeds):
@@ -63,7 +63,7 @@ class Classic:
         return f"One cannot tell whether the effect is there: it is in {count} of {len(seeds)} seeds."
 
     def text(self, paper: Paper, rows: Rows) -> str:
-        """The paragraphs: the claim, the observation, the limits."""
+        """Return the paragraphs: the claim, the observation, the limits."""
         seen = " ".join(" ".join([self.verdict(rows), *self.says(rows)]).split())
         return "\n\n".join(
             (f"# {paper.title}", f"**Claim.** {paper.claim}", f"**What you see.** {seen}")
@@ -73,11 +73,11 @@ class Classic:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """Result of `reproduce`. `str` is its paragraphs.
+    """Result of `reproduce`. `str` returns the paragraphs.
 
-    rows: a row for each number, or for several of one place: the setting, the seed, the measurement.
-    seconds: of the processor, those of measurements from an earlier run included.
-    files: the picture, the rows as CSV, the paragraphs as Markdown.
+    rows: the rows of all measurements, each with the setting, the seed, and one or several numbers.
+    seconds: the processor time, including the time of stored measurements of earlier runs.
+    files: the paths of the picture, the rows as CSV, and the paragraphs as Markdown.
     """
 
     rows: Rows
@@ -100,23 +100,23 @@ def reproduce(
     quick: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> Reproduction:
-    """Measure each setting with each seed, unless the folder has it already, and write the three files.
+    """Measure each setting with each seed, unless the folder has the measurement, and write the three files.
 
-    Each measurement is a file of its own, written whole or not at all, so that a run that was killed goes on, and two
-    may share a folder. One of another release, or of another torch or device, is not used.
+    Each measurement is stored atomically in a separate file. A run that was killed can therefore be resumed, and two
+    runs may share a folder. A stored measurement of another release, torch or device is not used.
 
     Args:
-        name: of the classic.
+        name: the name of the classic.
         classic: the measurement.
         paper: the paper that is reproduced.
-        seeds: how many, from 0, or which; None for 5, with `quick` 2.
+        seeds: the number of seeds, counted from 0, or a list of seeds; None for 5 seeds, or for 2 with `quick`.
         device: "cpu" or "cuda".
-        out: the folder for NAME.png, NAME.csv, NAME.md and the measurements; NAME-quick of a quick run.
-        quick: fewer and shorter measurements, some 30 seconds.
-        progress: called with a line after each measurement.
+        out: the folder for NAME.png, NAME.csv, NAME.md and the measurements; a quick run writes NAME-quick.png etc.
+        quick: whether to run fewer and shorter measurements, which take some 30 seconds.
+        progress: a function that is called with a line of text after each measurement.
 
     Raises:
-        ValueError: for seeds, a device or a folder that cannot be.
+        ValueError: for invalid seeds, and for a device or a folder that cannot be used.
     """
     folder, chosen = folder_at(out), _seeds(seeds, quick)
     require_device_name(device)
@@ -134,7 +134,7 @@ def reproduce(
             progress(f"{i} of {len(asked)}: {words}: {found['seconds']:.1f} s of the processor")
     text = classic.text(paper, rows)
     columns = [*dict.fromkeys(key for row in rows for key in row)]
-    # All three are made before one is written: they never tell of different runs.
+    # All three contents are made before the first file is written, so that an error does not mix files of two runs.
     contents = {"png": figure_bytes(classic.draw(rows)), "csv": csv_bytes(rows, columns), "md": f"{text}\n".encode()}
     files = [folder / f"{name}{'-quick' * quick}.{kind}" for kind in contents]
     for path, content in zip(files, contents.values(), strict=True):
@@ -157,15 +157,15 @@ def _seeds(seeds: object, quick: bool) -> list[int]:
 
 
 def _measured(classic: Classic, asked: Setting, device: str, folder: Path) -> dict[str, Any]:
-    """The rows of a setting and a seed, and the seconds that they took: from the folder, if they are there."""
+    """Return the rows of a setting and a seed, and the seconds of their measurement; from a file if there is one."""
     key = json.dumps({**asked, **_made_with(device)}, sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
-    # {} for a damaged file, which is measured again.
+    # A damaged file gives {}, and the measurement is repeated.
     kept = mapping_in(path)
-    # The whole key is compared, as the name of the file has only a part of its hash.
+    # The whole key is compared, because the name of the file has only a part of the key's hash.
     if kept.get("asked") == key:
         return kept
-    # Time of the processor: other processes on the machine do not count.
+    # Processor time is measured, so that other processes on the machine do not count.
     began = time.process_time()
     with _alone(device):
         seed_generators(asked["seed"])
@@ -178,13 +178,16 @@ def _measured(classic: Classic, asked: Setting, device: str, folder: Path) -> di
 
 def _made_with(device: str) -> dict[str, Any]:
     """Return the other conditions of a measurement, in addition to setting and seed."""
-    # In the key of the file: a measurement of another release, torch or device is not reused.
+    # These conditions are in the key of the file: a measurement of another release, torch or device is not reused.
     return {"bits": fpsim.BITS, "device": device, **{name: versions()[name] for name in ("ada-loss", "torch")}}
 
 
 @contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """One thread, in which sums have one order and processor time is wall time; generators as they were, afterwards."""
+    """Run the block in one thread, and restore the generators and the number of threads at its end.
+
+    In one thread, sums have a fixed order, and processor time equals wall time.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -195,13 +198,13 @@ def _alone(device: str) -> Iterator[None]:
 
 
 def trained(make_task: Callable[[int], Task], seed: int, device: str, fmt: Any = None, **options: Any) -> Run:
-    """The lab's training of a task, with the task's own options; those given here override them."""
+    """Train a task by the lab's `train`, with the task's options; the options given here override them."""
     shared = {**getattr(make_task, "options", {}), "seed": seed, "device": device}
     return train(make_task(seed), fmt, **{**shared, **options})
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
-    """Linear layers with ReLU between them, Glorot and Bengio's normal weights and zero biases.
+    """Return linear layers with ReLU between them, with Glorot and Bengio's normal weights and zero biases.
 
     >>> perceptron(784, 10)
     Sequential(
@@ -218,10 +221,10 @@ def perceptron(*sizes: int) -> nn.Sequential:
 
 
 class ByHand:
-    """A task whose steps a classic takes itself, on a device, and not by the lab's training.
+    """A task on a device, for a classic that runs the training steps itself, and not by the lab's `train`.
 
-    model: the task's, or another one.
-    size: how many examples there are for the training.
+    model: the model that is trained: the task's model, or another one.
+    size: the number of training examples.
     """
 
     def __init__(self, task: Task, device: str, model: nn.Module | None = None) -> None:
@@ -232,7 +235,7 @@ class ByHand:
         self._train, self.test = ([x.to(device) for x in pair] for pair in (task.train, task.test))
 
     def step(self, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-        """Take a step with some examples, by their numbers. Returns the loss before it."""
+        """Run a training step with the examples of these indices. Returns the loss before the step."""
         inputs, targets = self._train
         optimizer.zero_grad()
         loss = self._task.loss(self.model(inputs[batch]), targets[batch])
@@ -241,11 +244,11 @@ class ByHand:
         return loss.item()
 
     def steps(self, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> None:
-        """Take a step with each of some batches."""
+        """Run a training step with each batch of indices."""
         for batch in batches:
             self.step(optimizer, batch)
 
     def metric(self) -> float:
-        """The task's first metric, of the examples for the test."""
+        """Return the task's first metric on the test data."""
         with torch.no_grad():
             return next(iter(self._task.metrics.values()))(self.model(self.test[0]), self.test[1])

@@ -11,7 +11,7 @@ class Paper(NamedTuple):
     """A published effect that is reproduced.
 
     title: the paper, and the effect in a line.
-    claim: the paper's.
+    claim: the claim of the paper.
     limits: the parts that are not shown at this size.
     """
 
@@ -20,7 +20,8 @@ class Paper(NamedTuple):
     limits: str
 
 
-# The file of a classic has its name, with _ for -, and is imported on use: a list needs no torch.
+# The module of a classic has the classic's name, with _ in place of -. The module is imported on use, because a list of
+# the names must not load torch.
 CLASSICS = {
     "swamping": Paper(
         "Wang et al. 2018, arXiv 1812.08011: long sums in 16 bits stop growing, chunks repair it",

@@ -1,4 +1,4 @@
-"""Two engines that compute one policy part in bfloat16, and less in float16, Qi et al. 2025."""
+"""Two engines that compute the same policy diverge in bfloat16, and less in float16, Qi et al. 2025."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ada_loss.lab.studies.classics.frame import ByHand, Classic, Setting
 from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, dots, label, panels
 from ada_loss.lab.tasks.chars import chars, drawn, log_likelihood
 
-# Unfused code rounds each result, fused code only the operands of products.
+# Unfused code rounds each result. Fused code rounds only the operands of products.
 ENGINES = {
     "float32": lambda _: fpsim.Policy(),
     "unfused": lambda fmt: fpsim.Policy(weight=fmt, activation=fmt),
@@ -28,10 +28,11 @@ def settings(quick: bool) -> list[Setting]:
     return [{"steps": steps, "rollouts": rollouts, "format": fmt, "pair": pair} for fmt in FORMATS for pair in PAIRS]
 
 
-# Cached: all settings of a seed have the same model. It is not stored, so a resumed run trains it again.
+# The result is cached, because all settings of a seed have the same model. It is not stored in a file, so a resumed run
+# trains the model again.
 @cache
 def trained(steps: int, seed: int, device: str) -> ByHand:
-    """The policy: the small GPT after some steps in float32."""
+    """Return the policy: the small GPT after some steps of training in float32."""
     fit, draw = ByHand(chars(seed), device), torch.Generator().manual_seed(seed)
     batches = (torch.randint(fit.size, (32,), generator=draw) for _ in range(steps))
     fit.steps(torch.optim.AdamW(fit.model.parameters(), lr=3e-3), batches)
@@ -40,7 +41,10 @@ def trained(steps: int, seed: int, device: str) -> ByHand:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """Characters that the rollout's engine draws, their log-probabilities under both, and the KL of the two."""
+    """Return how far two engines differ on characters that the rollout's engine draws.
+
+    The numbers are differences of log-probabilities, and the KL divergence of the two engines.
+    """
     fit = trained(setting["steps"], seed, device)
     policies = [ENGINES[engine](setting["format"]) for engine in setting["pair"].split(" / ")]
     engines = [fpsim.quantize(fit.model, policy) for policy in policies]
@@ -52,7 +56,10 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
 
 
 def holds(rows: Rows) -> bool:
-    """bf16's mean difference is 4 to 16 times fp16's, for each pair: three bits of the significand are 8."""
+    """Return True if, for each pair, bf16's mean difference is 4 to 16 times fp16's.
+
+    The expected factor is 8, because fp16 has three more bits of significand.
+    """
     return all(4 < x < 16 for pair in PAIRS for x in rows.times("format", "difference", "fp16", pair=pair)["bf16"])
 
 

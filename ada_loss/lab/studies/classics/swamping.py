@@ -1,4 +1,4 @@
-"""Swamping: a long sum in 16 bits stops growing, and one of chunks goes on, Wang et al. 2018."""
+"""Swamping: a long sum in 16 bits stops growing, and a sum in chunks goes on, Wang et al. 2018."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences,
 FORMAT = fpsim.FloatFormat(6, 9)  # the paper's FP16, (1, 6, 9)
 JUDGED = 2**14  # terms
 HALF_WIDTH = math.sqrt(3)  # half the width of a uniform distribution with the deviation 1
-# From this power of two on, half of the spacing is more than the largest number, so that nothing is added.
+# From this power of two on, half of the format's spacing exceeds the largest term, so that every term is rounded away.
 STALL = 2.0 ** math.ceil(math.log2(1 + HALF_WIDTH) + 1 + FORMAT.mantissa_bits)
 ACCUMULATORS = {
     "term by term": fpsim.Accumulator(FORMAT),
@@ -29,8 +29,8 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One sum of numbers with the mean 1 and the deviation 1, and the same sum in float64."""
-    # One stream for all lengths: the shorter of two sums is the beginning of the longer.
+    """Return one sum of numbers with the mean 1 and the deviation 1, and the same sum in float64."""
+    # The numbers of all lengths come from one stream, so that a shorter sum is the beginning of a longer sum.
     draw = torch.Generator().manual_seed(seed)
     x = 1 + HALF_WIDTH * (2 * torch.rand(setting["length"], 1, generator=draw) - 1).to(device)
     found = fpsim.matmul(torch.ones(1, len(x), device=device), x, ACCUMULATORS[setting["sum"]])
@@ -39,7 +39,10 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
 
 
 def holds(rows: Rows) -> bool:
-    """At 2^14 terms the sum stands where the format says, less than half; chunks of 64 are right to 2 %."""
+    """Return True if, at 2^14 terms, the sum term by term has stalled, and chunks of 64 have an error below 2 %.
+
+    The stalled sum is exactly STALL, which is less than half of the exact sum.
+    """
     (single,), (chunked,) = (rows.of(length=JUDGED, sum=name) for name in ("term by term", "chunks of 64"))
     return single["value"] == STALL and single["error"] < -0.5 and abs(chunked["error"]) < 0.02
 

@@ -1,4 +1,4 @@
-"""Tools of classics: numbers of rows over their seeds, and panels of lines that look alike."""
+"""Tools of classics: statistics of rows over their seeds, and panels with lines of one style."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Picture = Any  # a matplotlib figure
 
 
 class Rows(list[Row]):
-    """Rows of a setting, a seed, and measurements.
+    """Rows of measurements, each with its setting and its seed.
 
     >>> rows = Rows({"rate": rate, "seed": seed, "loss": rate + seed} for rate in (1, 2) for seed in (0, 1))
     >>> rows.of(seed=1)
@@ -45,27 +45,27 @@ class Rows(list[Row]):
     """
 
     def of(self, **wanted: Any) -> Rows:
-        """The rows that have these values."""
+        """Return the rows that have these values."""
         return Rows(row for row in self if all(row.get(name) == value for name, value in wanted.items()))
 
     def with_numbers(self, name: str) -> Rows:
-        """The rows in whose column there is a number and no word."""
+        """Return the rows whose value in a column is a number, not a word."""
         return Rows(row for row in self if not isinstance(row[name], str))
 
     def column(self, name: str, **wanted: Any) -> list[Any]:
-        """The values of a column, of the rows that have the wanted ones."""
+        """Return the values of a column, from the rows that have the wanted values."""
         return [row[name] for row in self.of(**wanted)]
 
     def distinct(self, name: str) -> list[Any]:
-        """The values of a column, each once, in their order."""
+        """Return the distinct values of a column, in the order in which they first occur."""
         return [*dict.fromkeys(row[name] for row in self)]
 
     def averages(self, by: str, name: str, factor: float = 1, **wanted: Any) -> dict[Any, float]:
-        """The mean of a column over the seeds, for each value of another."""
+        """Return the mean of the column `name` over the seeds, for each value of the column `by`."""
         return {value: mean(numbers) for value, numbers in self._by(by, name, factor, **wanted).items()}
 
     def apart(self, by: str, name: str, **wanted: Any) -> tuple[dict[int, float], dict[str, float]]:
-        """The averages where `by` is a number, and those where it is a word.
+        """Return the averages where `by` is a number, and the averages where `by` is a word.
 
         >>> Rows([{"scale": 8, "loss": 2}, {"scale": "per layer", "loss": 1}]).apart("scale", "loss")
         ({8: 2}, {'per layer': 1})
@@ -75,7 +75,7 @@ class Rows(list[Row]):
         return found, words
 
     def told(self, by: str, name: str, form: str, factor: float = 1, **wanted: Any) -> dict[Any, str]:
-        """The mean and the standard deviation of a column over the seeds, in words, for each value of another."""
+        """Return mean and standard deviation of the column `name` over the seeds, as text, for each value of `by`."""
         return {value: spread(numbers, form) for value, numbers in self._by(by, name, factor, **wanted).items()}
 
     def _by(self, by: str, name: str, factor: float, **wanted: Any) -> dict[Any, list[float]]:
@@ -85,7 +85,7 @@ class Rows(list[Row]):
         return found
 
     def against(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
-        """A column minus its value where `by` is plain, for each seed, for each value of `by`.
+        """Return a column minus its value where `by` is `plain`: for each value of `by`, a list by seed.
 
         >>> rows = Rows([{"format": "fp32", "loss": 4}, {"format": "bf16", "loss": 6}])
         >>> rows.against("format", "loss", "fp32"), rows.times("format", "loss", "fp32")
@@ -94,17 +94,18 @@ class Rows(list[Row]):
         return self._pairs(sub, plain, self._by(by, name, 1, **wanted))
 
     def times(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
-        """A column over its value where `by` is plain, likewise."""
+        """Return a column divided by its value where `by` is `plain`: for each value of `by`, a list by seed."""
         return self._pairs(truediv, plain, self._by(by, name, 1, **wanted))
 
     @staticmethod
     def _pairs(how: Callable[[Any, Any], float], plain: Any, found: dict[Any, list[float]]) -> dict[Any, list[float]]:
-        # By position: all settings have the same seeds in the same order. Where some are missing, zip raises.
+        # Values are paired by position, because all settings have the same seeds in the same order. If a seed is
+        # missing, zip raises.
         return {value: [how(b, a) for a, b in zip(found[plain], own, strict=True)] for value, own in found.items()}
 
 
 def spread(values: Sequence[float], form: str = ".3g") -> str:
-    """The mean and the standard deviation over seeds, in words.
+    """Return the mean and the standard deviation over seeds, as text.
 
     >>> spread([1.0, 2.0, 3.0]), spread([1.0])
     ('2 ± 1', '1')
@@ -114,7 +115,10 @@ def spread(values: Sequence[float], form: str = ".3g") -> str:
 
 
 def panels(count: int, width: float, height: float, **options: Any) -> tuple[Picture, list[Any]]:
-    """A figure with panels side by side. width, height: in inches; options: of matplotlib's `subplots`."""
+    """Return a figure with panels side by side, and the panels.
+
+    width, height: the size of the figure, in inches. options: arguments of matplotlib's `subplots`.
+    """
     picture = new_picture(width, height)
     row = [*picture.subplots(1, count, squeeze=False, **options)[0]]
     for axes in row:
@@ -135,30 +139,30 @@ def lines(
     names: Mapping[str, str] | None = None,
     **look: Any,
 ) -> None:
-    """A line for each value of the column `by`, of the means of y over the seeds.
+    """Draw a line for each value of the column `by`, with the means of y over the seeds.
 
-    last: of so many places the mean is drawn, this one and those before it.
-    first: the number of the first line.
-    names: {value: the line's name}; None for the values.
-    look: what differs from the colour, the dash and the width of the i-th line.
+    last: the number of points of a running mean: each point and the points before it.
+    first: the index of the first line, from which its colour and dash follow.
+    names: {value: the line's name}; None to use the values as names.
+    look: arguments of matplotlib's `plot`, which override the colour, the dash and the width of the i-th line.
     """
     for i, value in enumerate(rows.distinct(by), first):
         points = rows.averages(x, y, factor, **{by: value})
         numbers = [*points.values()]
-        # Fewer places at the beginning, so that the line starts at the first of them.
+        # At the beginning the mean is over fewer points, so that the line starts at the first point.
         smooth = [mean(numbers[max(j + 1 - last, 0) : j + 1]) for j in range(len(numbers))]
         own = {"color": colour(i), "linestyle": DASHES[i], "linewidth": 1.3, "label": names[value] if names else value}
         axes.plot([*points], smooth, **own | look)
 
 
 def dots(axes: Any, rows: Rows, by: str, x: str, y: str) -> None:
-    """A dot for each seed: the words of the column x are the places, those of `by` stand beside one another."""
+    """Draw a dot for each seed. Each value of x has a position on the axis, with the values of `by` side by side."""
     places = rows.distinct(x)
     for i, value in enumerate(rows.distinct(by)):
         for j, place in enumerate(places):
             numbers = rows.column(y, **{by: value, x: place})
             look = {"color": colour(i), "markersize": 5, "label": None if j else value}
-            # Two values of `by` stand left and right of the place.
+            # The two values of `by` are drawn left and right of the position.
             axes.plot([j + 0.25 * (i - 0.5)] * len(numbers), numbers, "os"[i], **look)
     axes.set_xticks(range(len(places)), [place.replace(" / ", "\n/ ") for place in places], fontsize=8)
     axes.set_xlim(-0.5, len(places) - 0.5)
@@ -166,27 +170,27 @@ def dots(axes: Any, rows: Rows, by: str, x: str, y: str) -> None:
 
 
 def level(axes: Any, y: float, i: int | None = None, **look: Any) -> None:
-    """A horizontal line: dashed, in the colour of the i-th of several lines; dotted and grey without one."""
+    """Draw a horizontal line: dashed in the colour of the i-th line, or dotted and grey if i is None."""
     own = {"color": "0.5", "linestyle": ":", "linewidth": 0.8}
     own = own if i is None else {"color": colour(i), "linestyle": DASHES[1], "linewidth": 1.1}
     axes.axhline(y, **own | look)
 
 
 def levels(axes: Any, rows: Rows, by: str, y: str, **look: Any) -> None:
-    """A dashed level for each value of the column `by`, of the mean of y over the seeds."""
+    """Draw a dashed horizontal line for each value of the column `by`, at the mean of y over the seeds."""
     for i, value in enumerate(rows.averages(by, y).values()):
         level(axes, value, i, **look)
 
 
 def below(picture: Picture, row: Sequence[Any]) -> None:
-    """One legend for all panels, below them: that of the panel with most lines."""
-    # The panel with most lines names those of all others.
+    """Draw one legend for all panels, below the panels."""
+    # The panel with the most lines also has the lines of all other panels.
     most = max(row, key=lambda axes: len(axes.lines))
     picture.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
 def label(axes: Any, x: str, y: str = "", title: str = "", legend: Any = None, **limits: Any) -> None:
-    """Label a panel. legend: its place, None for none; limits: and scales, of matplotlib's `set`."""
+    """Label a panel. legend: the legend's location, None for no legend. limits: arguments of matplotlib's `set`."""
     axes.set(xlabel=x, ylabel=y, **limits)
     axes.set_title(title, fontsize=9)
     if legend is not None:

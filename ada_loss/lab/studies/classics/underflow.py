@@ -22,7 +22,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One training with all gradients in fp16 at one scale of the loss; steps with inf are skipped."""
+    """Return the result of one training with all gradients in fp16 at one loss scale; steps with inf are skipped."""
     make, own, metric = TASKS[setting["task"]]
     scale, scaled = setting["log2_scale"], {"fmt": fpsim.Policy(error="fp16", weight_grad="fp16")}
     options = own if scale == "float32" else {**own, **scaled, "scaling": 2.0**scale}
@@ -32,15 +32,21 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
 
 
 def window(rows: Rows) -> list[int]:
-    """The exponents of the scales that reach float32, of the rows of one task, in the mean over the seeds."""
+    """Return the exponents of the scales that reach float32's metric, in the mean over the seeds.
+
+    rows: the rows of one task.
+    """
     reached, words = rows.apart("log2_scale", "metric")
     return [k for k, metric in reached.items() if metric > words["float32"] - NEAR]
 
 
 def holds(rows: Rows) -> bool:
-    """Too small a scale learns nothing and loses gradients, too large a one skips its steps, and some between fit."""
+    """Return True if the smallest and the largest scale learn nothing, and some scale reaches float32.
+
+    With the smallest scale gradients must underflow, and with the largest scale steps must be skipped.
+    """
     rows = rows.of(task=JUDGED)
-    # In the order of `settings`: the smallest scale comes first, the largest last.
+    # The rows are in the order of `settings`: the smallest scale comes first, and the largest scale last.
     low, *_, high = rows.with_numbers("log2_scale")
     lost = low["metric"] < GONE and low["underflow"] > 0.3
     return bool(window(rows)) and lost and high["metric"] < GONE and high["skipped"] > 0.5
