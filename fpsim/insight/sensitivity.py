@@ -56,7 +56,7 @@ class Sensitivity(Rows):
         self.pair: tuple[str, str] | None = None
 
     def policy(self, k: int) -> Policy:
-        """Return the policy that leaves the k modules with the largest costs in float32.
+        """Return the policy under which the k modules with the largest costs stay in float32.
 
         A module's float32 result may be too large for the format of its reader, even if the loss is finite with all
         modules in the formats. Then modules without parameters, such as a relu, are left in float32 too, if that

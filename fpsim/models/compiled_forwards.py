@@ -229,7 +229,7 @@ def _copied(value: Any) -> Any:
 
 
 def _give_attributes(stand_in: Tensor, attributes: dict[str, Any]) -> None:
-    """Copy a parameter's attributes, except fpsim's marks, to a stand-in, for forwards that read them, as with muP."""
+    """Copy a parameter's attributes, except fpsim's marks, to a stand-in: some forwards read them, such as muP's."""
     own = vars(stand_in)
     own.update({k: v for k, v in attributes.items() if k not in own and k != MARK and not k.startswith("_dynamo")})
 

@@ -201,7 +201,7 @@ class QuantizedOptimizer(Optimizer):
         return self.store.observers
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """Return the stored tensors of each parameter, even in float32, and its states as the optimizer has them."""
+        """Return each parameter's stored tensors, those in float32 too, and its states as the optimizer has them."""
         return self.store.stored()
 
     def detach(self) -> None:
@@ -415,7 +415,7 @@ class OptimizerStore:
         return store.parameter in self._stepping or store.parameter.grad is not None or store.was_changed
 
     def _tell(self, optimizer: Optimizer) -> None:
-        """Tell the observers about this step of each observed parameter."""
+        """Tell the observers how this step has updated the observed parameters."""
         due = [observer for observer in self.observers if observer.is_due(self.steps)] if self._intended else []
         for group in optimizer.param_groups if due else ():
             for p in group["params"]:
@@ -435,7 +435,7 @@ class OptimizerStore:
         return [store for store in self._stores.values() if not store.is_exact]
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """Return the stored tensors of each parameter, even in float32, and its states as the optimizer has them."""
+        """Return each parameter's stored tensors, those in float32 too, and its states as the optimizer has them."""
         optimizer = self._optimizer()
         state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
         return [(store, state.get(p, {})) for p, store in self._stores.items()]

@@ -143,7 +143,7 @@ def _floating_buffers(model: nn.Module) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True)
 class _RowsOfBuffers:
-    """Kernel for rows of a buffer that from_pretrained leaves in float32, so that results are float32 too.
+    """Kernel that indexes a buffer in float32, as from_pretrained leaves it, so that results are float32 too.
 
     A buffer is recognised by its shape, because `quantize` copies the model. The kernel is an object that compares by
     value, so that layers with the same structure have equal policies, and that can be pickled.
@@ -247,7 +247,7 @@ def _kept_wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sum_of_turned(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Round the sum of two float32 tensors, which is the last operation of a rotary code in attention."""
+    """Round the sum of two float32 tensors, the last operation of a rotary embedding in attention."""
     is_wide = all(isinstance(z, Tensor) and z.dtype == torch.float32 for z in (x, y))
     return (x + y).to(torch.bfloat16) if is_wide and not (args or kwargs) else NotImplemented
 

@@ -409,7 +409,7 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 class _OnceEach:
-    """Call a function once for each object, because many cells share the objects of their settings; see `Configs`."""
+    """Call a function once for each object: many cells share the objects of their settings, see `Configs`."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function

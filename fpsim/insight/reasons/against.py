@@ -251,7 +251,7 @@ def _with_call(operation: Operation) -> str:
 
 
 def _gradient_ends(operation: Operation, at: Operation) -> Ends:
-    """Return the ends of a gradient's format; if it has several formats, of the one whose least number is largest."""
+    """Return the range of a gradient's format; if it has several, that of the format whose least number is largest."""
     ends = [e for o in {id(operation): operation, id(at): at}.values() for e in o.notes.get("error_ends", {}).values()]
     ends += [e for c in operation.children for e in c.notes.get("error_ends", {}).values()]
     ends += [c.notes["ends"] for c in operation.children if "ends" in c.notes]
@@ -261,7 +261,7 @@ def _gradient_ends(operation: Operation, at: Operation) -> Ends:
 
 
 def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tuple[Event | None, float]:
-    """Return the first event compared with float32, and the largest error.
+    """Return the first event that the comparison with float32 finds, and the largest error.
 
     Such an event is a lost result, a wrong sum or an error that has grown.
 

@@ -437,7 +437,7 @@ def _is_steep(child: Operation, operation: Operation) -> bool:
 
 
 def _ends_of(operation: Operation) -> Ends:
-    """Return the ends of a gradient's format, or of the smallest format of the operations that compute the gradient."""
+    """Return the range of a gradient's format, or of the smallest format of the operations that compute it."""
     ends = [c.notes["ends"] for c in operation.children if "ends" in c.notes]
     own = operation.notes.get("gradient_ends") or operation.notes.get("ends")
     if operation.name == "parameter":

@@ -136,7 +136,7 @@ class _Checks:
                 self.gradients.setdefault(name, glance(p.grad))
 
     def _leave_out_unread(self) -> list[Event]:
-        """Remove the events of parameters and buffers that no operation reads from `before`, and return them."""
+        """Remove from `before` the events of parameters and buffers that no operation reads, and return them."""
         before = [event for event in self.before if event.role != "gradient" or event.place in self.held]
         operations = self.seen.operations
         read = {s.site for o in operations for s in o.sources if s is not None}

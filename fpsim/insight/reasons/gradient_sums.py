@@ -156,7 +156,7 @@ class WideReads:
 
 
 def read_often(operations: list[Operation]) -> tuple[list[Operation], list[Operation]]:
-    """Return the operations whose results, and the parameters, that many operations read."""
+    """Return the operations whose results many operations read, and the parameters that many operations read."""
     parameters = {id(s): s for o in operations for s in o.parents if s.name == "parameter"}
 
     def is_often(o: Operation) -> bool:

@@ -353,7 +353,7 @@ def is_backward(role: str) -> bool:
 
 
 def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
-    """Return the place of a rounding: the parameter whose numbers they are, or the operation."""
+    """Return the place of a rounding: the parameter that was rounded, or the operation."""
     if role not in ("weight", "fprop.w"):
         return operation.site
     names = [s for s in operation.parents if s.name == "parameter"]

@@ -1,4 +1,4 @@
-"""A scale for each layer in deep networks, compared with a single scale, Zhao et al. 2020."""
+"""One scale for each layer of a deep network, compared with one scale for the whole loss, Zhao et al. 2020."""
 
 from __future__ import annotations
 

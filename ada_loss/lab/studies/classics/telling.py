@@ -1,4 +1,4 @@
-"""Tools of classics: statistics of rows over their seeds, and panels with lines of one style."""
+"""Tools for the classics: statistics of rows over seeds, and panels whose lines have one style."""
 
 from __future__ import annotations
 
