@@ -2,7 +2,8 @@
 
 A result that depends on the incoming gradient has the role error; any other result has the role activation. The
 gradient that a Function returns for an operand is rounded where it arrives, with the role and the scale of the operand.
-No gradient is rounded twice: the Function passes on the values that the gradient had before it was rounded here. """
+No gradient is rounded twice: the Function passes on the values that the gradient had before it was rounded here.
+"""
 
 from __future__ import annotations
 
