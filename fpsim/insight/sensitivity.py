@@ -339,9 +339,10 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
     """Name the layers whose product with a weight reaches the loss without another such product.
 
     For a classifier or a language model this is the head, for a detector each head. If the head shares the embedding's
-    weight, the module that multiplies by this weight is named. The gradient that arrives at these layers is that of the
-    loss: a few large elements, and many small ones whose sum is as large. If it is rounded to nearest in 4 bits, the
-    small elements are lost, and sums are wrong at any scale. A model that keeps these layers in a wider format trains:
+    weight, the module that multiplies by this weight is named. The gradient of the loss, which
+    arrives at these layers, has a few large elements, and many small ones whose sum is as large. If it is rounded to
+    nearest in 4 bits, the small elements are lost, and sums are wrong at any scale. A model that keeps these layers in
+    a wider format trains:
 
         policy = fpsim.Policy(error="e2m1fn", overrides=dict.fromkeys(fpsim.last_layers(model, step), "bf16"))
 
