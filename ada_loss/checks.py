@@ -40,12 +40,12 @@ class Possible(NamedTuple):
     allows: Callable[[Any], bool]
 
     def or_none(self) -> Possible:
-        """Return the same valid values, and None."""
+        """Return a `Possible` that allows None as well as these values."""
         return Possible(f"{self.words}, or None", lambda v: v is None or self.allows(v))
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Possible:
-    """Return as valid values the finite numbers for which `holds` is true, without ints beyond the largest float64."""
+    """Return a `Possible` that allows the finite numbers for which `holds` is true, except ints beyond float64."""
     return Possible(words, lambda v: is_finite_number(v) and _is_in_float64(v) and bool(holds(v)))
 
 

@@ -72,7 +72,7 @@ def _first_sweep() -> list[Claim]:
     nobody = "In 16 bits no scaling is needed."
     somebody = "At 8 bits some scaling is needed, but any method works."
     one = "one exponent for all gradients gives no more than a model that always predicts a space"
-    tensor = "One exponent for each tensor, with rounding to nearest, falls short by several points"
+    tensor = "One scale for each tensor, rounded to nearest (not in the table), falls short by several points"
     adaptive = "with one exponent for each layer it is within a point of float32"
     blocks = "MXFP4 and NVFP4, to nearest, are within a point too"
     claims = []

@@ -169,7 +169,7 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
 
 
 def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
-    """Choose the scale of least squared error among the fitting scale and larger scales; the smaller of two equals.
+    """Choose the scale with the least squared error among the fitting scale and larger ones; of equals the smaller.
 
     errors: the error of each scale, beginning with the scale in `out`. An error that is not finite, after an overflow,
         never counts as smaller.
@@ -262,14 +262,14 @@ NORMAL = 126  # 2**-126 to 2**126 are normal numbers of float32
 
 
 def quotient(goes, came, out):
-    """Write the factor 2**(goes - came)."""
+    """Write the factor 2**(goes - came), from the scale that a gradient came with to the one with which it goes on."""
     # The exponent is clamped: float32 holds the true gradient at any scale in use, and beyond the clamp the product
     # rounds to zero anyway.
     out[0] = math.ldexp(1.0, min(max(goes[0] - came[0], -NORMAL), NORMAL))
 
 
 def with_headroom(top, power, moments, limit, out):
-    """Lower the power `top` until a gradient that carries `power` stays below the limit.
+    """Lower the power `top` until a gradient that now carries `power` stays below the limit if it carries `top`.
 
     A gradient that already exceeds the limit keeps its power.
     """

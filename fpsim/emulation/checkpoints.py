@@ -105,7 +105,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Saved:
-    """Saved tensor: first the tensor itself, then the hook's packed value."""
+    """Holder of a saved tensor: the tensor itself until the block ends, and the hook's packed value afterwards."""
 
     __slots__ = ("value",)
 

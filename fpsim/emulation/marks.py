@@ -210,7 +210,7 @@ def was_any_made_wide() -> bool:
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
-    """Return `new` or WIDE_MARK if a dense float32 tensor has this mark and no other one; else None.
+    """Return the mark of a dense float32 tensor if it is `new` or WIDE_MARK, and its only mark; else None.
 
     new: a mark from `mark_of_new`.
     """
@@ -280,7 +280,7 @@ def is_made_here(x: Tensor) -> bool:
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
-    """True if this tensor object was rounded by `spec` at this scale before it passed through an addition or a view."""
+    """True if this tensor object, perhaps passed on by an addition, has the mark of `spec` and of this scale."""
     # The scale is compared by identity: a comparison of numbers would wait for the GPU.
     mark = mark_of(gradient)
     return mark is not None and mark[0] == spec.text and mark[2] is log2_scale

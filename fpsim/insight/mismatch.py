@@ -105,7 +105,7 @@ class Mismatch(Rows):
 
     @property
     def is_beyond(self) -> bool:
-        """True if a named module, or one not compared, differs by more than another order of sums explains."""
+        """True if a module is named, or if the figures are beyond the floor and some modules are not compared."""
         return bool(self) or self._is_elsewhere
 
     @property
@@ -275,7 +275,8 @@ def mismatch(
 
     Returns:
         A `Mismatch`, which prints as a report. For n modules, at most 2 n + 20 passes are run. In one of these passes,
-        each module runs once for each level of nesting.
+        a module runs again for itself and for each module around it: once each, or three times where the code of the
+        two sides gives different results.
 
     Raises:
         TypeError: for a value that is not a module, or not a batch.

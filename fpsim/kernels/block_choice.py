@@ -99,7 +99,7 @@ def cpu_along(error: int) -> Loop:
 
 @cache
 def cpu_across(error: int) -> Loop:
-    """Return the loop of `cpu_along` for blocks whose neighbours in memory belong to other blocks.
+    """Return the loop of `cpu_along` for blocks whose elements lie beside elements of other blocks in memory.
 
     first, last: the units of work, which are those of `block_loops.cpu_across`.
     """

@@ -170,7 +170,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> CudaKernel:
-    """Return the kernel with its launch; `grid_of` returns the number of blocks."""
+    """Return the kernel as a CudaKernel, which launches it; `grid_of` returns the number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card

@@ -293,7 +293,7 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
-    """Return a loop that rounds blocks whose neighbours in memory belong to other blocks: `inner` is above 1.
+    """Return a loop that rounds blocks whose elements lie beside elements of other blocks: `inner` is above 1.
 
     The arguments are those of cpu_along, but a unit of work is `lanes_of` blocks side by side. Units are counted by
     outer, R, middle, C and lanes.

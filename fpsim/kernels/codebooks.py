@@ -221,7 +221,7 @@ def table_at(address: int) -> np.ndarray[Any, Any]:
 
 
 class _Result(NamedTuple):
-    """One result of a half: the magnitude from which on it is the result, its pattern, and the spacing above it."""
+    """One result of a half: the least magnitude that is rounded to it, its pattern, and the spacing above it."""
 
     limit: int
     pattern: int
@@ -315,7 +315,7 @@ def _floor_log2(x: Fraction) -> int:
 
 
 def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
-    """Return the values that a result can have, ascending, and how many of `ascending` come before them."""
+    """Return the possible values of a result, in order, and how many entries of `book.ascending` come before them."""
     found = [v for v, _ in book.ascending]
     if overflow != "saturate":
         return found, 0

@@ -289,7 +289,7 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def drawn(noise, used):
-        """Return a word with the random bits R, and 1 if a distance exactly at the border does not go up, else 0.
+        """Return a word with the random bits R, and 1 if a number exactly at the border is not rounded up, else 0.
 
         The bits below R are set so that the sum of the word and a distance carries if, and only if, the distance goes
         up.

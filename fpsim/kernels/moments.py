@@ -136,7 +136,7 @@ _NOTHING = (1 << 63) - 1  # in place of the smallest magnitude
 
 
 def partial_words(n: int, size: int) -> tuple[int, int, int]:
-    """Return how many blocks gather `n` numbers, and how many int64 and float64 they need; the first int64 is 0."""
+    """Return the numbers of blocks, int64 and float64 for `n` numbers; the caller sets the first int64 to zero."""
     blocks = max(1, min(MOMENTS_BLOCKS, -(-n * size // (CUDA_THREADS * 16))))
     return blocks, 1 + _INTEGERS * blocks, _SUMS * blocks
 
@@ -375,7 +375,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
 
 @cache
 def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
-    """Return the kernel with its launch; `partial_words` returns the number of blocks."""
+    """Return the kernel as a CudaKernel, which launches it; `partial_words` returns the number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card

@@ -97,7 +97,7 @@ class _NoScript:
 
 
 def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | None:
-    """Return the name of a module in a copy whose `forward` still runs one of the originals; None if there is none."""
+    """Name a copied module whose `forward` still runs one of the original modules; None if there is none."""
     known = {id(module) for module in originals}
     for name, module in model.named_modules():
         for layer in _layers(vars(module).get("forward")):

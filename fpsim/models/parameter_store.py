@@ -231,7 +231,7 @@ class ParameterStore:
             new.copy_(torch.where((new == old) & is_due & neighbour.isfinite(), neighbour, new))
 
     def _store_compensated(self, x: Tensor, before: Tensor) -> None:
-        """Store Kahan's sum in float32, with its weight and its compensation rounded once."""
+        """Store a sum by Kahan's method, computed in float32: weight and compensation are each rounded once."""
         assert self.weight is not None
         owed = self.kept[COMPENSATION] + (x - before)
         x.copy_(before + owed)
@@ -272,7 +272,7 @@ class ParameterStore:
         return self._states[name]
 
     def _names_state(self, state: State) -> bool:
-        """Return whether the update names this state: by its name, or by a pattern that its shape confirms."""
+        """Return whether the update names this state: by name, or by a pattern if it has the parameter's shape."""
         pattern = next((p for p in self.update.state_patterns if fnmatchcase(state.name, p)), None)
         if pattern is None or state.name == "step":
             return False

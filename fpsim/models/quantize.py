@@ -255,7 +255,7 @@ def _needs_cache(model: nn.Module) -> bool:
 
 
 def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stacklevel: int) -> None:
-    """Warn of scales that span tokens, and of a `cache` that overrides take away from all modules that would use it."""
+    """Warn of scales that span tokens, and of a `cache` that no module uses, because overrides leave it out."""
     stored = {name: o for p in policies.values() for name, o in (p.cached or {}).items() if _spans_tokens(o.fmt)}
     for name, operand in stored.items():
         warnings.warn(
@@ -460,7 +460,7 @@ def listeners(model: nn.Module) -> list[Listeners]:
 
 
 def frozen(model: nn.Module) -> AbstractContextManager[None]:
-    """Round each weight of a quantised model once, at the first call inside of the block that uses it.
+    """Round each weight of a quantised model once inside the block: at the first call that uses it.
 
     This serves generation token by token, and evaluation: the results are the same, bit for bit. The weights are cached
     in the formats of their roles and, if they are operands of products, in the formats of the forward product. Some

@@ -117,7 +117,7 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
 
 
 def _histories(model: nn.Module) -> dict[str, Histories]:
-    """Return the histories by prefix of names: "" for one model, "encoder." and so on for several models inside."""
+    """Return the histories by prefix of names: "" for one model; "encoder." and others if `model` contains several."""
     wanted = {id(group): group for group in listeners(model)}
     if len(wanted) == 1:
         return {"": next(iter(wanted.values())).histories}

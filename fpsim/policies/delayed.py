@@ -329,7 +329,7 @@ def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
 
 
 def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
-    """Return the rule and the largest value in an entry of a state."""
+    """Check an entry of a state, and return its rule and the largest value of the operand's format."""
     try:
         rule, largest = Delayed(**entry["rule"]), float(entry["largest"])
         shapes = [tuple(entry[k].shape) for k in _TENSORS]

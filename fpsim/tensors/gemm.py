@@ -121,7 +121,7 @@ def accumulate(
 
 
 def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None, key: Tensor | None) -> Tensor:
-    """Add up the parts of the terms, one part for each rank, and reduce the parts."""
+    """Add up the terms of each rank's part, and then the sums of the parts as a collective does."""
     inner, spec = replace(accumulator, splits=None, split_format=None, split_order="ring"), _split_spec(accumulator)
     if inner.is_stochastic and key is None:
         key = new_key_for(a)
@@ -246,7 +246,7 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
 
 @constant_under_compile
 def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
-    """Return constants: an accumulator's text for the operator, whether it is torch's own, whether it draws noise."""
+    """Return constants: an accumulator as text, for the operator; whether torch computes it; whether it draws noise."""
     return _words_of(as_accumulator(accumulator))
 
 

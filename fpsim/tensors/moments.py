@@ -167,7 +167,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """Return the memory of a CPU tensor, whose items are Python numbers; it is cached after `keep_memory_of`."""
+    """Return a memoryview of a CPU tensor: its items read as Python numbers. It is cached after `keep_memory_of`."""
     kept = getattr(x, "_fpsim_memory", None)
     return memoryview(x.numpy()) if kept is None else kept  # type: ignore[arg-type]
 

@@ -280,7 +280,7 @@ def _is_much_worse(values: NDArray[Any], tolerance: float, deviation: float) -> 
 
 @lru_cache(maxsize=1024)
 def _deviations_apart(seeds: int, low: int, chance: float) -> float:
-    """Return the distance that the `low` lowest draws lie below the mean of the others with a probability of `chance`.
+    """Return the distance below the others' mean that the lowest `low` draws all exceed with a probability of `chance`.
 
     The distance c is in deviations of the others. Take any choice of `low` seeds, and let m and s be the mean and the
     deviation of the r others. The chance that all chosen seeds are below m - c s is E[P(x < m - c s)^low], where m is

@@ -184,7 +184,7 @@ class Job:
         return self._scaler
 
     def optimizer(self, optimizer: AnOptimizer, model: nn.Module | None = None) -> AnOptimizer:
-        """Make an optimizer store weights and states as the cell's update says, and return it.
+        """Make an optimizer store weights and states in the formats of the cell's `Update`, and return it.
 
         Call it for each optimizer before its first step, and before `checkpoint`. Lost updates are recorded in every
         tenth step. In a sweep without updates, nothing changes.

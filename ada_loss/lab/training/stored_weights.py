@@ -23,7 +23,7 @@ MOST_RECORDED = 100
 def stored(
     optimizer: torch.optim.Optimizer, update: Update, model: nn.Module, seed: int, total: int, records: bool
 ) -> LostUpdates | None:
-    """Make the optimizer store weights and states as an update says. Returns the record of lost updates, if `records`.
+    """Make the optimizer store weights and states as an `Update` has them. Returns the lost updates, if `records`.
 
     total: the number of steps.
     """

@@ -17,7 +17,7 @@ __all__ = ["Chainer", "LogMax"]
 
 @dataclass(frozen=True)
 class Chainer(LossRule):
-    """Chainer's dynamic scale: every step doubles it until the first overflow; after that, `interval` steps double it.
+    """Chainer's dynamic scale: doubled by each step until the first overflow, then by 2**(1 / interval) in each step.
 
     An overflow halves the scale. The scale stays between 1 and `loss_scale_max`. Zhao et al. 2020 use interval=10.
 

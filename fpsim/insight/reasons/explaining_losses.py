@@ -57,7 +57,7 @@ class Look:
 
     @property
     def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
-        """Yield the operands, each after the operation that computed it."""
+        """Yield pairs: the operation that computed an operand, and the operand."""
         return zip(self.operation.sources, self.operands, strict=False)
 
 

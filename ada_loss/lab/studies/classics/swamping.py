@@ -51,12 +51,13 @@ def says(rows: Rows) -> Sentences:
     ends = rows.averages("length", "value", sum="term by term")
     error, last = (rows.told("sum", "error", "+.1f", 100, length=length) for length in (JUDGED, max(ends)))
     yield f"""{JUDGED:,} numbers of mean 1, added term by term, give {ends[JUDGED]:,.0f}, an error of
-        {error["term by term"]} %: from {STALL:,.0f} on, half of the spacing is more than the largest term. In chunks of
-        64 the error is {error["chunks of 64"]} %, in chunks of 8 {error["chunks of 8"]} %, of stochastic rounding
-        {error["stochastic"]} %, of float32 {error["fp32"]} %."""
+        {error["term by term"]} %: from {STALL:,.0f} on, half of the spacing is more than the largest term. The error is
+        {error["chunks of 64"]} % in chunks of 64, {error["chunks of 8"]} % in chunks of 8, {error["stochastic"]} % with
+        stochastic rounding, and {error["fp32"]} % in float32."""
     if max(ends) > JUDGED:
-        yield f"""Chunks move the limit and do not remove it: at {max(ends):,} numbers the error of chunks of 8 is
-            {last["chunks of 8"]} %, of 64 {last["chunks of 64"]} %, of stochastic rounding {last["stochastic"]} %."""
+        yield f"""Chunks move the limit and do not remove it: at {max(ends):,} numbers the error is
+            {last["chunks of 8"]} % in chunks of 8, {last["chunks of 64"]} % in chunks of 64, and {last["stochastic"]} %
+            with stochastic rounding."""
 
 
 def draw(rows: Rows) -> Picture:

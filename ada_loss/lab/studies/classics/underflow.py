@@ -65,10 +65,11 @@ def says(rows: Rows) -> Sentences:
         if lost:
             repair += f""". With a loss that is 2^{-lost[-1]} times smaller, the network does not reach it without a
                 scale, but does with a constant from 2^{fits[0] - lost[-1]} to 2^{fits[-1] - lost[-1]}"""
-        yield f"""{repair}. Without a scale {zero[0]:.1f} % of the gradients become zero, and the metric is {ends[0]} %:
-            so small a network {"does not need" if 0 in fits else "needs"} one. If the gradients are 2^{-low} times
-            smaller, {zero[low]:.0f} % of them underflow, and the metric is {ends[low]} %. With the scale 2^{high},
-            {skipped[high]:.0f} % of the steps overflow, and the metric is {ends[high]} %."""
+        yield f"""{repair}. With the loss as it is, and without a scale, {zero[0]:.1f} % of the gradients become zero,
+            and the metric is {ends[0]} %: so small a network {"does not need" if 0 in fits else "needs"} a scale. If
+            the gradients are 2^{-low} times smaller, {zero[low]:.0f} % of them underflow, and the metric is
+            {ends[low]} %. With the scale 2^{high}, {skipped[high]:.0f} % of the steps overflow, and the metric is
+            {ends[high]} %."""
 
 
 def draw(rows: Rows) -> Picture:
