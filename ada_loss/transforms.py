@@ -126,7 +126,7 @@ def _added_gate(_: Tensor, a: Tensor, b: Tensor, value: Any = 1, *__: Any) -> li
 
 
 def _per_element(total: int, x: Tensor) -> int:
-    """Return the number of the operation's products that are added for an element of x."""
+    """Return the number of products that are added up in the gradient of one element of x."""
     return max(total // max(x.numel(), 1), 1)
 
 

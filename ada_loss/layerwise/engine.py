@@ -202,7 +202,7 @@ class Engine:
         return tell
 
     def _products(self, site: GradientSite, operation: str, operands: tuple[Any, ...]) -> list[Product]:
-        """Return the products of an operation whose operands' gradients get a factor."""
+        """Return those products of an operation in which the gradient of an operand gets a factor."""
         find = PRODUCTS.get(operation)
         if find is None or not self._predicts or not site.is_selected:
             return []

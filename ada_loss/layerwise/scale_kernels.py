@@ -269,7 +269,7 @@ def quotient(goes, came, out):
 
 
 def with_headroom(top, power, moments, limit, out):
-    """Lower the power `top` until a gradient that now carries `power` stays below the limit if it carries `top`.
+    """Lower the power `top` until a gradient stays below the limit when its present power, `power`, becomes `top`.
 
     A gradient that already exceeds the limit keeps its power.
     """

@@ -119,7 +119,7 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
     null = ir.Constant(object_, None)
 
     def fail(what: str) -> None:
-        """Emit code that raises the entry's `self`, a class of errors, with this message."""
+        """Emit code that raises an error with this message; its class is the entry's `self`."""
         text = bytearray(what.encode() + b"\0")
         message = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), len(text)), module.get_unique_name("message"))
         message.linkage, message.global_constant = "internal", True

@@ -1,9 +1,9 @@
 """Conversions between the format and float32: the reported dtype of a tensor, casts, and new tensors.
 
-The format is a dtype below float32 that torch does not have. For bf16 and fp16, torch has a dtype of the same name.
-This dtype is then the `x.dtype` of a tensor in the format, code that asks for it gets a tensor in the format, and
-torch.float32 means float32 on purpose. For any other format, `x.dtype` is torch.float32 in both cases, and the calling
-code is read to tell them apart.
+The emulation treats the format as a further dtype, below float32. For bf16 and fp16 torch has this dtype, too. It is
+then the `x.dtype` of a tensor in the format, code that asks for it gets a tensor in the format, and torch.float32 means
+float32 on purpose. For any other format, `x.dtype` is torch.float32 in both cases, and the calling code is read to tell
+them apart.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def is_float64(x: Any) -> bool:
 def asks_for_wide(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """True if a call asks for float32 or float64 by name, or in a model that is not float64, for float64 in any way."""
+    """True if a call asks for float32 or float64 by name, or for float64 in any way if the model is not float64."""
     if dtype_in(args, kwargs) in _FLOAT64 and not emulation.scope.is_float64:
         return True
     return asks_for_float32(func, call.name, args, kwargs)

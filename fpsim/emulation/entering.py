@@ -89,7 +89,7 @@ def _giving_watched(method: Any) -> Any:
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`; if the caller is emulated code, wrap it to warn when it computes."""
+    """Return `function`; if the caller is emulated code, return a wrapper that warns when `function` computes."""
     emulation = active.emulation
     if emulation is None or emulation.scope.rounds_nothing or emulation.scope.listeners in _warned:
         return function

@@ -217,7 +217,7 @@ def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
 
 
 def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-    """Record to which part of an argument's memory later writes go, if `x` is a view of the argument's copy."""
+    """If `x` is a view of an argument's copy, record the part of the argument's memory to which writes to `x` go."""
     if not is_plain(x):
         return
     for argument, copy in zip(args, given, strict=True):

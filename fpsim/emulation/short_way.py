@@ -1,9 +1,9 @@
 """The short way: a fast path for calls whose tensors are plain and in known formats, and which nothing observes.
 
-Most calls of a model qualify. A small model spent its time on checks that had the same outcome in all such calls.
-Here these checks are made once for each function under a policy, and cached as the function's plan. A plan that does
-not fit the arguments of a call returns NotImplemented before it has done anything. The call then takes the slow path
-through `mode`, which handles every case and computes the same.
+Most calls of a model qualify. Without this path, a small model spends its time on checks that have the same outcome in
+all such calls. Here these checks are made once for each function under a policy, and cached as the function's plan. A
+plan that does not fit the arguments of a call returns NotImplemented before it has done anything. The call then takes
+the slow path through `mode`, which handles every case and computes the same.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def is_of_role(name: str, role: str) -> bool:
 def _loaded(
     state: Mapping[str, Any],
 ) -> tuple[int, Counter[tuple[str, str]], dict[tuple[str, str, Spec], Accumulator]]:
-    """Return the parts of a state: `every`, the calls that were seen, and the sums. Raises ValueError and others."""
+    """Return `every`, the counts of seen calls, and the sums of a state. Raises ValueError and others."""
     require_whole("state['every']", state["every"], 1)
     seen: Counter[tuple[str, str]] = Counter()
     for site, role, count in state["seen"]:

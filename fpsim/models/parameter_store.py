@@ -295,7 +295,7 @@ OURS = (UPDATE, SEED, STEPS)
 
 
 class SavedRun(NamedTuple):
-    """Position of a saved run in its random bits."""
+    """The seed and the number of steps of a saved run, from which its random bits continue."""
 
     seed: int
     steps: int

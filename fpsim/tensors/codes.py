@@ -1,4 +1,4 @@
-"""Encode numbers to the codes of a small format, decode them, and find the scales that blocks share.
+"""Encode numbers to the codes of a small format, decode them, and find the scales of blocks.
 
 A code is the bit pattern of a small float, or the index of a number in a code book. Tensors whose blocks share scales
 also have codes of the scales. In NVFP4 they also have a second scale of the whole tensor.
@@ -100,7 +100,7 @@ def _require_memory(x: Tensor) -> None:
 
 
 def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] | None = None) -> Tensor:
-    """Return the scales that the blocks of `x` share in a format: a value is an element times its block's scale.
+    """Return the scales of the blocks of `x` in a format: a value is an element times its block's scale.
 
     The second scale of a whole tensor, as in NVFP4, is not among these scales.
 

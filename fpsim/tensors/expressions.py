@@ -341,7 +341,7 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
 
 
 def round_by_expression(x: Tensor, plan: Plan, masks: Masks | None) -> Tensor:
-    """Round by a plan of 32 bits, in operations that a compiler fuses."""
+    """Round by a `Plan` for patterns of 32 bits, in operations that a compiler fuses."""
     fuse_in_inductor(torch.ops.fpsim.round_patterns.default, _in_inductor)
     is_stochastic = draws_noise(plan.rule)
     noise = torch.randint(-(1 << 31), 1 << 31, x.shape, device=x.device).int() if is_stochastic else None

@@ -1,7 +1,7 @@
 """Verify that the kernels of this machine round correctly: `python -m fpsim verify`.
 
 On any device, bits are compared with `reference.py`, a second definition of rounding. On a card there are more checks:
-all formats whose blocks share a scale, compared with the CPU; two streams at once; replays of a captured graph; the
+all block formats, compared with the CPU; two streams at once; replays of a captured graph; the
 speed relative to a copy; and the cost of a launch.
 """
 

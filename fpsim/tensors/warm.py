@@ -1,4 +1,4 @@
-"""Compile and load ahead of time, for code in which neither is possible: the capture of a CUDA graph."""
+"""Compile and load kernels ahead of time, for code in which neither is possible: the capture of a CUDA graph."""
 
 from __future__ import annotations
 

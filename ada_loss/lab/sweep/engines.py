@@ -119,7 +119,7 @@ def _distributed() -> Any:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Block Ctrl-C in threads and processes that are started in this block; this thread handles it after the block."""
+    """Mask Ctrl-C in threads and processes that are started inside the `with`; this thread handles it at the end."""
     # A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A blocked signal
     # stays blocked in the threads and processes that are started here (not on Windows, where the mask does nothing).
     # The signal may still arrive in another thread of this process, and Python would then raise KeyboardInterrupt in

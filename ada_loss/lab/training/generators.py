@@ -41,7 +41,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states(cuda_devices: Sequence[str]) -> dict[str, Any]:
-    """Return the generators' states as tensors, numbers and strings; "noise" has torch's states, by device."""
+    """Return the generators' states as tensors, numbers and strings; the entry "noise" lists torch's, by device."""
     noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda_devices)]
     return {"noise": noise, **_states_beside_torch()}
 

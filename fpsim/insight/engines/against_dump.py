@@ -353,7 +353,7 @@ def _of_tokens(decision: Decision, valid: Tensor) -> Decision:
 
 
 def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> None:
-    """Measure each module's share of the KL: add the dump's differences to the model in it, or in all other modules.
+    """Measure each module's share of the KL: add the dump's differences in this module, or in all others, to the model.
 
     With all differences added, the model computes the dump's numbers. With the differences of one module left out, the
     model stands for the engine with the model's own code in this module.

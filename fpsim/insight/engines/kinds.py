@@ -366,7 +366,7 @@ class _Codes:
         return x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def follows(self, size: float) -> float:
-        """Return the correlation of the difference of both sides at the inputs with that at inputs near them.
+        """Return the correlation of the two sides' difference at the inputs with their difference at inputs near these.
 
         It is near 1 if the formulas differ, and near 0 if only roundings differ.
         """

@@ -47,7 +47,7 @@ Unit = tuple[str, str]  # a module of a quantised model, and the name of an oper
 def remedies(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference
 ) -> tuple[list[Remedy], list[str]]:
-    """Return at most two remedies that work, the closest first; if none works, also parameters without a gradient."""
+    """Return up to two remedies that work, the closest first; and, if none does, the parameters without a gradient."""
     attempts = Attempts(trials, event, was, seen, reference)
     working: list[Remedy] = []
     for attempt in _in_order(event):
