@@ -36,13 +36,6 @@ import ada_loss
 import fpsim
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = ("recipes", "training", "watching", "scaling", "compile")
-PEERS = {  # the packages without which a section cannot run
-    **dict.fromkeys(MODELS, ("transformers",)),
-    "peers": ("gfloat", "ml_dtypes", "qtorch"),
-    "blocks": ("gfloat",),
-    "training": ("qtorch", "transformers"),
-}
 PAIRS = {"resnet20": 6, "gpt2": 3}  # for each repeat: the pairs differ by some 5 % from one another
 
 
@@ -186,10 +179,15 @@ def peers(report: Report, repeats: int) -> None:
         lambda: gfloat.round_ndarray(format_info_binary16, small), lambda: fpsim.round_to(y, "fp16"), 5
     )
     report.add("peers", "gfloat.round_ndarray fp16, 2^16 float64", ratio, "times slower than ours")
-    import qtorch
+    if report.has("qtorch", "peers"):
+        qtorch_casts(report, x, out)
+    torch.set_num_threads(os.cpu_count() or 1)
+
+
+def qtorch_casts(report: Report, x: Tensor, out: Tensor) -> None:
+    """Time qtorch's rounding, to nearest and stochastic."""
     from qtorch.quant import float_quantize
 
-    del qtorch
     for mode, theirs, goal in (("nearest_even", "nearest", 25), ("stochastic", "stochastic", 40)):
         for name, e, m in (("fp16", 5, 10), ("bf16", 8, 7), ("e5m2", 5, 2)):
             _, _, ratio = paired(
@@ -198,7 +196,6 @@ def peers(report: Report, repeats: int) -> None:
                 3,
             )
             report.add("peers", f"qtorch float_quantize {name} {mode}", ratio, "times slower than ours", goal)
-    torch.set_num_threads(os.cpu_count() or 1)
 
 
 def blocks(report: Report, repeats: int) -> None:
@@ -607,9 +604,10 @@ def training(report: Report, repeats: int) -> None:
         seconds, _, ratio = paired(plain, ours, times * repeats)
         report.add("training", f"{which} float32 step", seconds * 1e3, "ms")
         report.add("training", f"{which} all roles fp16 / float32 step", 1 / ratio, "times", 1.3, at_least=False)
-    theirs, plain = make_step("resnet20", "qtorch"), make_step("resnet20", "float32")
-    _, _, ratio = paired(plain, theirs, repeats)
-    report.add("training", "resnet20 with qtorch's Quantizer / float32 step", 1 / ratio, "times")
+    if report.has("qtorch", "training"):
+        theirs, plain = make_step("resnet20", "qtorch"), make_step("resnet20", "float32")
+        _, _, ratio = paired(plain, theirs, repeats)
+        report.add("training", "resnet20 with qtorch's Quantizer / float32 step", 1 / ratio, "times")
 
 
 def compiled(report: Report, repeats: int) -> None:
@@ -786,15 +784,10 @@ def main() -> None:
         "compile": lambda: compiled(report, 5 if options.quick else 21),
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }
-    chosen = [name for name in sections if options.only is None or name in options.only]
-    # Checked before the first section, because an import that fails in the sixth would end half an hour of measuring.
-    needed = sorted({package for name in chosen for package in PEERS.get(name, ())})
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        parser.error(f"{', '.join(missing)} not installed, which this compares with. Run: pip install '.[compare]'")
     try:
-        for name in chosen:
-            sections[name]()
+        for name, section in sections.items():
+            if options.only is None or name in options.only:
+                section()
     except BaseException:
         save(report, target.with_suffix(".partial.json"))  # never over a whole report
         raise
